@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.errors import DataError
-from moe.opening import open_to_read, open_to_write, read_regular
 
 SUMS_FILE = "SHA256SUMS"
 _CHUNK = 2**20  # bytes read at once
@@ -34,7 +33,7 @@ class Damage(NamedTuple):
 
 def sha256_of(path: Path) -> str:
     """Returns the SHA-256 of a file in hexadecimal digits."""
-    with open(path, "rb", opener=open_to_read) as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -50,7 +49,7 @@ def write_sums(folder: Path, digests: Mapping[str, str] | None = None) -> None:
 
     # coreutils' format: the digest, two spaces, the name.
     lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
-    with open(folder / SUMS_FILE, "w", encoding="utf-8", opener=open_to_write) as file:
+    with (folder / SUMS_FILE).open("w", encoding="utf-8") as file:
         file.writelines(lines)
 
 
@@ -60,7 +59,7 @@ def read_sums(folder: Path) -> dict[str, str] | None:
     A damaged line yields an empty checksum, which no file has.
     """
     try:
-        text = read_regular(folder / SUMS_FILE).decode(errors="replace")
+        text = (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
 
@@ -149,7 +148,7 @@ def model_fingerprint(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
     digest = hashlib.sha256()
     for path in (*files, folder / "config.json"):
-        with open(path, "rb", opener=open_to_read) as file:
+        with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
     return digest.hexdigest()[:16]

@@ -5,21 +5,31 @@ Folders that appear at once (a corpus, a tokenizer, a model, a checkpoint) are m
 the folder holds something else. Modules that write a kind of folder register it.
 """
 
+import glob
 import os
-import re
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import NamedTuple, TypeVar
+
+from filelock import AcquireReturnProxy, BaseFileLock, FileLock, Timeout
 
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
-from moe.opening import open_to_write, read_regular
-from moe.work_folder import PARTIAL, REPLACED, TakenError, closed_at_the_end, lock_file, work_folder
 
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
+
+# Ending of the names of work folders, and the earlier target in one of them.
+_WORK = ".partial"
+_REPLACED = "replaced"
+
+
+class TakenError(DataError):
+    """Raised if another process works on the same target."""
 
 
 class FolderKind(NamedTuple):
@@ -67,12 +77,8 @@ def find_model(source: S) -> S:
 def kind_of(folder: Path) -> str | None:
     """Returns the kind of a folder, e.g. `corpus`; None if it is not from this library."""
     # A folder that grows contains a file with its kind.
-    try:
-        kind = read_regular(folder / KIND_FILE).decode(errors="replace").strip()
-    except OSError:
-        kind = ""
-    if kind:
-        return kind
+    with suppress(OSError):
+        return (folder / KIND_FILE).read_text(encoding="utf-8", errors="replace").strip() or None
 
     # Others are recognized by their markers. If several kinds match, the one that explains the most files wins: a
     # model's folder contains a tokenizer, too.
@@ -143,19 +149,64 @@ def locked_folder(folder: Path, in_use: str) -> Iterator[None]:
 
     Raises:
         DataError: When another process holds the lock; `in_use` is the message.
-        OSError: When the lock file is a link, a pipe or a device.
+        OSError: When the lock file is a link or a folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # The lock file may be the user's: it is neither truncated nor removed.
-    lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
-    with closed_at_the_end(lock):
-        if not lock_file(lock, wait=False):
-            raise DataError(in_use)
+    with _lock(folder / _LOCK_FILE, in_use):
         yield
+
+
+def _lock(path: Path, in_use: str, *, wait: bool = False) -> AcquireReturnProxy[BaseFileLock]:
+    """Returns the lock of a file, to be released by `with`; a file with content keeps it.
+
+    Raises:
+        TakenError: When another process holds the lock and `wait` is not set; `in_use` is the message.
+    """
+    # A checkpoint is begun in one thread and finished in another.
+    lock = FileLock(path, thread_local=False)
+    try:
+        return lock.acquire(blocking=wait)
+    except Timeout:
+        raise TakenError(in_use) from None
 
 
 # ---------------------------------------------------------------------------
 # Whole or absent
+
+
+@contextmanager
+def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
+    """Makes a hidden folder next to a target for this process only, and removes it at the end.
+
+    Remains of killed processes are removed first, and the target that they were replacing is restored.
+
+    Args:
+        target: File or folder to be made; its parent exists.
+        wait: Whether to wait for another process that works on the same target.
+
+    Raises:
+        TakenError: When another process works on it and `wait` is not set.
+    """
+    in_use = f"Another process is writing {target}. Wait for it, or choose another folder."
+    lock_file = target.with_name(f".{target.name}.lock")
+    with _lock(lock_file, in_use, wait=wait):
+        try:
+            _clean_up(target)
+            yield Path(mkdtemp(prefix=f".{target.name}.", suffix=_WORK, dir=target.parent))
+        finally:
+            _clean_up(target)
+            # Removed while it is locked: whoever waits for it notices, and makes another one.
+            if lock_file.stat().st_size == 0:
+                lock_file.unlink()
+
+
+def _clean_up(target: Path) -> None:
+    """Removes the work folders of a target; restores what a killed or failed process was replacing."""
+    for work in target.parent.glob(f".{glob.escape(target.name)}.????????{_WORK}"):
+        replaced = work / _REPLACED
+        if replaced.exists() and not os.path.lexists(target):
+            replaced.rename(target)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager
@@ -178,14 +229,14 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
     with work_folder(target, wait=False) as work:
         # From now on, no other process renames the target.
         check_replaceable(target, kind=kind)
-        partial = work / PARTIAL
+        partial = work / "partial"
         partial.mkdir()
         yield partial
 
         # The target may have changed while the folder was filled.
         check_replaceable(target, kind=kind)
         if target.exists():
-            target.rename(work / REPLACED)
+            target.rename(work / _REPLACED)
         partial.rename(target)
 
 
@@ -256,38 +307,24 @@ def remove_folder(folder: Path) -> None:
 def remove_leftovers(folder: Path, pattern: str = "*") -> None:
     """Removes remains of killed `whole_folder`, `whole_file` and `remove_folder`.
 
-    Folders that were being replaced are restored. Work of other processes, and of users, is kept.
+    Folders that were being replaced are restored. Work of other processes is kept.
 
     Args:
         folder: Parent of the folders.
         pattern: Pattern of their names, e.g. `step_*`.
     """
-    for work in folder.glob(f".{pattern}.partial*"):
-        name = re.fullmatch(r"\.(.+)\.partial\d*", work.name)
-        if name:
-            with suppress(TakenError), work_folder(folder / name[1], wait=False):
-                pass
+    for lock_file in folder.glob(f".{pattern}.lock"):
+        target = lock_file.with_name(lock_file.name[1:].removesuffix(".lock"))
+        with suppress(TakenError), work_folder(target, wait=False):
+            pass
 
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
     """Yields a path to write to; the file becomes `target` if the block ends without an error.
 
-    If two processes write the same file at once, the second waits for the first.
-
-    Raises:
-        DataError: When a pipe or a device is there.
-    """
-    with only_writer(target) as partial:
-        yield partial
-        partial.replace(target)
-
-
-@contextmanager
-def only_writer(target: Path) -> Iterator[Path]:
-    """Yields a temporary path, deleted unless the block renames it to `target`.
-
-    Other processes that write the same file wait, and may then find it written.
+    If two processes write the same file at once, the second waits for the first, and may then leave
+    the path unwritten.
 
     Raises:
         DataError: When a pipe or a device is there.
@@ -296,7 +333,10 @@ def only_writer(target: Path) -> Iterator[Path]:
         raise DataError(f"{target} is a pipe or a device, not a regular file. Choose another name.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(target, wait=True) as work:
-        yield work / PARTIAL
+        partial = work / "partial"
+        yield partial
+        if partial.exists():
+            partial.replace(target)
 
 
 def cache_folder() -> Path:
@@ -335,58 +375,36 @@ def output_path(
         raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
 
     path = Path(text)
-    if suffix:
-        _check_suffix(path, suffix, option)
-
-    # Links are followed: the final location counts.
-    resolved = Path(os.path.realpath(path))
-    for source in inputs:
-        if source is not None:
-            _check_apart(path, resolved, source, option)
-    _check_not_inside_a_whole(path, resolved, option)
-    return path
-
-
-def _check_suffix(path: Path, suffix: str, option: str) -> None:
-    if path.suffix.lower() != suffix:
+    if suffix and path.suffix.lower() != suffix:
         example = path.with_suffix(suffix) if path.name else f"runs/mine{suffix}"
         raise ConfigError(
             f"{option} is {path}; expected a file that ends in {suffix}, e.g. {example}."
         )
-    if path.is_dir():
-        example = path / f"report{suffix}"
+    if suffix and path.is_dir():
         raise ConfigError(
-            f"{option} {path} is a folder; expected the name of a file. Give e.g. {example}."
+            f"{option} {path} is a folder; expected the name of a file, e.g. {path / f'report{suffix}'}."
         )
 
-
-def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) -> None:
-    """Raises a ConfigError when a path is an input, or is inside one."""
-    resolved_source = Path(os.path.realpath(source))
-    if resolved == resolved_source:
-        relation = "is"
-    elif resolved_source in resolved.parents:
-        relation = "lies in"
-    else:
-        return
-    raise ConfigError(
-        f"{option} {path} {relation} {source}, which is read: the output would overwrite the input. Choose another "
-        "path."
-    )
-
-
-def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
-    """Raises a ConfigError when a path is inside a finished folder, or in a part of one."""
-    for folder in (resolved, *resolved.parents):
-        kind = kind_of(folder.parent)
-        if kind is None:
-            continue
-        is_finished = (folder.parent / SUMS_FILE).exists()
-        grows = (folder.parent / KIND_FILE).exists()
-        if is_finished or (grows and _is_part(folder.name, kind)):
+    # Links are followed: the final location counts.
+    resolved = path.resolve()
+    for source in inputs:
+        if source is not None and resolved.is_relative_to(Path(source).resolve()):
             raise ConfigError(
-                f"{option} {path} lies in {folder.parent}, {_a(kind)}. Choose another place."
+                f"{option} {path} is {source} or lies in it, which is read: the output would overwrite the input. "
+                "Choose another path."
             )
+
+    # Inside a finished folder, or in a part of one that grows.
+    for part in (resolved, *resolved.parents):
+        folder = part.parent
+        kind = kind_of(folder)
+        is_finished = (folder / SUMS_FILE).exists()
+        is_part = (folder / KIND_FILE).exists() and _is_part(part.name, kind or "")
+        if kind is not None and (is_finished or is_part):
+            raise ConfigError(
+                f"{option} {path} lies in {folder}, {_a(kind)}. Choose another place."
+            )
+    return path
 
 
 # ---------------------------------------------------------------------------

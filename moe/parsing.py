@@ -7,7 +7,7 @@ error of this library.
 import gzip
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -23,9 +23,10 @@ from yaml.constructor import ConstructorError
 
 from moe.checks import shown
 from moe.errors import ConfigError, DataError, MoEError, is_panic
-from moe.opening import open_to_read
 
 T = TypeVar("T")
+
+_adapter = cache(TypeAdapter)
 
 # Formats by patterns of the first bytes of a file, and what to do about a file that is not UTF-8 text.
 _FORMATS = {
@@ -66,11 +67,7 @@ def reading(
 
 @contextmanager
 def open_data(
-    path: Path,
-    *,
-    advice: str = "Restore the file.",
-    error: type[MoEError] = DataError,
-    pipe: bool = False,
+    path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError
 ) -> Iterator[BufferedReader | gzip.GzipFile]:
     """Opens a text to read its bytes: a `.gz` file is decompressed, a byte order mark is skipped.
 
@@ -78,15 +75,11 @@ def open_data(
         path: The file.
         advice: Advice for the user if it is missing or cannot be read.
         error: Class of the error.
-        pipe: Whether it may be a pipe, as for data named by the user.
 
     Raises:
-        MoEError: When the file is missing, a device, damaged, or of a format that is not UTF-8 text.
+        MoEError: When the file is missing, damaged, or of a format that is not UTF-8 text.
     """
-    with (
-        reading(path, advice=advice, error=error),
-        open(path, "rb", opener=None if pipe and path.is_fifo() else open_to_read) as file,
-    ):
+    with reading(path, advice=advice, error=error), path.open("rb") as file:
         data = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
         head = data.peek(4)
         for pattern, kind in _FORMATS.items():
@@ -104,18 +97,14 @@ def suffix_of(path: Path) -> str:
 
 
 def read_text(
-    path: Path,
-    *,
-    advice: str = "Restore the file.",
-    error: type[MoEError] = DataError,
-    pipe: bool = False,
+    path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError
 ) -> str:
     """Returns the text of a UTF-8 file; see `open_data`.
 
     Raises:
         MoEError: When the file cannot be read, or is not UTF-8; names the byte and line.
     """
-    with open_data(path, advice=advice, error=error, pipe=pipe) as file:
+    with open_data(path, advice=advice, error=error) as file:
         content = file.read()
     try:
         return content.decode()
@@ -154,10 +143,7 @@ def parse_json(
     try:
         return from_json(text.encode(), allow_inf_nan=nan)
     except ValueError as failure:
-        reason = str(failure)
-        if "hex escape" in reason or "surrogate" in reason:
-            reason += r"; half a character, \ud800 to \udfff, is invalid"
-        raise error(f"{where}: {shown(text[:60])} is not JSON ({reason}). {advice}") from failure
+        raise error(f"{where}: {shown(text[:60])} is not JSON ({failure}). {advice}") from failure
 
 
 def read_json(
@@ -166,16 +152,10 @@ def read_json(
     advice: str = "Restore the file.",
     error: type[MoEError] = DataError,
     nan: bool = False,
-    pipe: bool = False,
 ) -> Any:
     """Returns the value of a JSON file; see `read_text` and `parse_json`."""
-    text = read_text(path, advice=advice, error=error, pipe=pipe)
+    text = read_text(path, advice=advice, error=error)
     return parse_json(text, where=str(path), advice=advice, error=error, nan=nan)
-
-
-def refuse(error: DataError) -> None:
-    """Raises the error of a bad row."""
-    raise error
 
 
 def parse_json_object(line: bytes, *, where: object, advice: str, nan: bool) -> dict[str, Any]:
@@ -195,13 +175,7 @@ def parse_json_object(line: bytes, *, where: object, advice: str, nan: bool) -> 
 
 
 def read_json_lines(
-    path: Path,
-    *,
-    advice: str = "Restore the file.",
-    torn_end: bool = False,
-    nan: bool = False,
-    pipe: bool = False,
-    bad: Callable[[DataError], None] = refuse,
+    path: Path, *, advice: str = "Restore the file.", torn_end: bool = False, nan: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number, from 1, and the object of each line of a JSONL file.
 
@@ -212,13 +186,11 @@ def read_json_lines(
         advice: What the user can do.
         torn_end: Whether to skip a torn last line, as in a file to which a run still appends.
         nan: Whether NaN and Infinity are numbers.
-        pipe: See `open_data`.
-        bad: Called with the error of a line; lines after it are read unless it raises.
 
     Raises:
         DataError: When the file cannot be read, or a line is not a JSON object; names the line.
     """
-    with open_data(path, advice=advice, pipe=pipe) as file:
+    with open_data(path, advice=advice) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -227,11 +199,10 @@ def read_json_lines(
             where = f"{path}, line {number}"
             try:
                 value = parse_json_object(line, where=where, advice=advice, nan=nan)
-            except DataError as error:
+            except DataError:
                 if torn_end and not line.endswith(b"\n"):
                     return
-                bad(error)
-                continue
+                raise
             yield number, value
 
 
@@ -266,8 +237,8 @@ def to_record(
     try:
         # Strictly, a dataclass takes an object only of JSON.
         if is_dataclass(kind):
-            return _reader(kind).validate_json(encode_json(value), strict=True)
-        return _reader(kind).validate_python(value, strict=True)
+            return _adapter(kind).validate_json(encode_json(value), strict=True)
+        return _adapter(kind).validate_python(value, strict=True)
 
     # Report the first mistake.
     except ValidationError as failure:
@@ -295,20 +266,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the settings in a YAML file.
 
     Raises:
-        ConfigError: When there is no such file, or it is a pipe, not a YAML mapping in UTF-8, or
-            repeats a key.
+        ConfigError: When there is no such file, or it is not a YAML mapping in UTF-8, or repeats a
+            key.
     """
     advice = "Give the path of a YAML file of `key: value` lines."
+    if path.is_fifo():  # as of `--config <(...)`, which would be read twice
+        raise ConfigError(f"{path} is no file. {advice}")
     text = read_text(path, advice=advice, error=ConfigError)
     content = parse_yaml(text, where=str(path), advice=advice)
     if not isinstance(content, dict):
-        held = "nothing" if content is None else f"a {type(content).__name__}"
-        raise ConfigError(f"{path} holds {held}; expected settings as `key: value` lines.")
+        raise ConfigError(
+            f"{path} holds {shown(content)}; expected settings as `key: value` lines."
+        )
     return content
 
 
 def parse_yaml(text: str, *, where: str, advice: str) -> Any:
-    """Returns the value of a YAML text: plain scalars, lists and mappings.
+    """Returns the value of a YAML text.
 
     Args:
         text: The YAML.
@@ -318,12 +292,12 @@ def parse_yaml(text: str, *, where: str, advice: str) -> Any:
     Raises:
         ConfigError: When the text is not YAML, or gives a key twice.
     """
-    with reading(where, problem="is not YAML of plain values", advice=advice, error=ConfigError):
-        return yaml.load(text, Loader=PlainLoader)
+    with reading(where, problem="is not YAML", advice=advice, error=ConfigError):
+        return yaml.load(text, Loader=UniqueKeyLoader)
 
 
-class PlainLoader(yaml.SafeLoader):
-    """YAML of plain scalars, lists and mappings: no dates, merge keys or repeated keys."""
+class UniqueKeyLoader(yaml.SafeLoader):
+    """YAML in which no key is given twice, as happens in recipes of two `optim:` sections."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Returns the mapping of a node.
@@ -331,45 +305,12 @@ class PlainLoader(yaml.SafeLoader):
         Raises:
             ConstructorError: When a key is given twice.
         """
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            mark = key_node.start_mark
-            if not isinstance(key, str):
-                problem = f"the key {shown(key)} is not a text; write it in quotes"
-                raise ConstructorError(None, None, problem, mark)
-            if key in seen:
+        keys = [key.value for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                mark = node.value[number][0].start_mark
                 raise ConstructorError(None, None, f"the key {shown(key)} is given twice", mark)
-            seen.add(key)
-
         return super().construct_mapping(node, deep)
-
-    def construct_yaml_int(self, node: Any) -> int:
-        """Returns an integer; Python raises if it has too many digits to be printed."""
-        number = super().construct_yaml_int(node)
-        str(number)
-        return number
-
-
-def _plain_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Returns the patterns of numbers, booleans and null by first character.
-
-    Dates, merge keys (`<<`) and the value key (`=`) stay text.
-    """
-    plain = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "null")}
-    resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
-    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items():
-        resolvers[first] = [(tag, pattern) for tag, pattern in entries if tag in plain]
-    return resolvers
-
-
-PlainLoader.yaml_implicit_resolvers = _plain_resolvers()
-PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
-
-
-@cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 # ---------------------------------------------------------------------------
@@ -386,7 +327,13 @@ def to_json(value: Any) -> Any:
         value: A record, or the value of a field.
     """
     if is_dataclass(value):
-        return _fields_to_json(value)
+        content = {}
+        for item in fields(value):
+            part = getattr(value, item.name)
+            is_left_out = part is None and item.metadata.get("optional")
+            if not (is_left_out or item.metadata.get("elsewhere")):
+                content[item.metadata.get("json", item.name)] = to_json(part)
+        return content
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return to_json(value._asdict())  # type: ignore[attr-defined]
     if isinstance(value, Mapping):
@@ -399,16 +346,6 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _fields_to_json(record: Any) -> dict[str, Any]:
-    content = {}
-    for item in fields(record):
-        value = getattr(record, item.name)
-        if item.metadata.get("elsewhere") or (value is None and item.metadata.get("optional")):
-            continue
-        content[item.metadata.get("json", item.name)] = to_json(value)
-    return content
 
 
 def printable(value: Path | str) -> str:

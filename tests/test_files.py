@@ -27,10 +27,10 @@ from moe.files import (
     remove_folder,
     remove_leftovers,
     whole_folder,
+    work_folder,
     write_text,
 )
 from moe.tracing.trace_file import TRACE
-from moe.work_folder import work_folder
 
 
 def fill(target, text):
@@ -235,21 +235,17 @@ def write_file(target):
 
 LINKS = {"link to a folder": "mine", "link to a file": "mine/thesis.txt"}
 LINKS |= {"link to nothing": "mine/nowhere", "link to a device": "/dev/null"}
-PLANTED = ("file", "folder", "pipe", "folder whose marker is a link", *LINKS, "link to itself")
+PLANTED = ("file", "folder", *LINKS, "link to itself")
 
 
 def plant(path, kind, mine):
     """Puts something of the user's at `path`, or a link to it."""
     if kind == "file":
         path.write_text("years of work")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind.startswith("link"):
-        path.symlink_to(mine.parent / LINKS[kind] if kind in LINKS else path)
-    else:
+    elif kind == "folder":
         shutil.copytree(mine, path)
-        if "marker" in kind:
-            (path / ".stmoe-partial").symlink_to(mine / "thesis.txt")
+    else:
+        path.symlink_to(mine.parent / LINKS[kind] if kind in LINKS else path)
 
 
 def content_below(folder):
@@ -285,13 +281,25 @@ def test_what_has_the_name_of_a_work_folder_and_is_not_ours_is_left_alone(
 
 
 @pytest.mark.parametrize("kind", PLANTED[1:])
-def test_a_lock_is_never_taken_through_a_link_or_a_pipe(tmp_path, mine, kind):
+def test_a_lock_is_never_taken_through_a_link(tmp_path, mine, kind):
     (tmp_path / "run").mkdir()
     plant(tmp_path / "run/.lock", kind, mine)
     before = content_below(tmp_path)
-    refused = pytest.raises(OSError, match=r"\.lock")
-    with refused, claim_folder(tmp_path / "run", "training run", in_use="taken"):
+    with (
+        pytest.raises(OSError, match=r"symbolic links|directory"),
+        claim_folder(tmp_path / "run", "training run", in_use="taken"),
+    ):
         pass
+    assert content_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_has_the_name_of_the_lock_of_a_file_is_left_alone(tmp_path, mine, kind):
+    plant(tmp_path / ".thing.lock", kind, mine)
+    before = content_below(tmp_path)
+    with suppress(OSError):
+        write_text(tmp_path / "thing", "ours")
+    (tmp_path / "thing").unlink(missing_ok=True)
     assert content_below(tmp_path) == before
 
 
@@ -310,9 +318,8 @@ def test_a_file_takes_the_place_of_a_link_and_not_of_what_is_behind_it(tmp_path)
     assert (tmp_path / "page.html").read_text() == "ours"
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link to a device", "link to itself"])
-def test_a_kind_that_cannot_be_read_is_none(tmp_path, kind):
-    plant(tmp_path / KIND_FILE, kind, tmp_path)
+def test_a_kind_that_cannot_be_read_is_none(tmp_path):
+    (tmp_path / KIND_FILE).symlink_to(KIND_FILE)
     assert kind_of(tmp_path) is None
 
 

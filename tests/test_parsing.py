@@ -3,7 +3,6 @@
 import os
 import threading
 import zipfile
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from moe import CheckpointError, ConfigError, DataError
-from moe.checksums import SUMS_FILE, find_damage, sha256_of
 from moe.data.pair_files import read_pairs
 from moe.parsing import (
     parse_json,
@@ -23,7 +21,6 @@ from moe.parsing import (
     reading,
     to_record,
 )
-from moe.training.recipe_files import read_recipe_files
 
 
 class State(NamedTuple):
@@ -131,30 +128,19 @@ def test_a_record_is_typed():
     [
         ("a: 1\na: 2", "'a' is given twice"),
         ("a: {b: 1, b: 2}", "'b' is given twice"),
-        ("1: 2", "is not a text"),
         ("[" * 20_000, "recursion depth"),
-        ("a: " + "1" * 5_000, "is not YAML of plain values"),
-        ("a: 0x" + "f" * 5_000, "is not YAML of plain values"),
-        ("- a", "holds a list"),
-        ("", "holds nothing"),
+        ("a: " + "1" * 5_000, "is not YAML"),
+        ("- a", r"holds \['a'\]"),
+        ("", "holds None"),
         ("a: !!python/object/apply:os.getcwd []", "os.getcwd"),
-        ("a: !!bool x", "is not YAML of plain values"),
-        ("a: 0b_", "is not YAML of plain values"),
+        ("a: !!bool x", "is not YAML"),
+        ("a: 0b_", "is not YAML"),
     ],
 )
 def test_yaml_that_cannot_be_meant_is_refused(tmp_path, text, message):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_yaml(tmp_path / "a.yaml")
-
-
-@pytest.mark.parametrize("read", [read_text, read_json, read_yaml, sha256_of])
-def test_what_is_no_file_is_refused_before_it_is_read_without_end(tmp_path, read):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("/dev/zero")
-    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "link"):
-        with pytest.raises((DataError, ConfigError, OSError), match="pipe or a device; expected"):
-            read(path)
 
 
 def test_data_that_the_user_names_may_come_from_a_pipe(tmp_path):
@@ -167,20 +153,8 @@ def test_data_that_the_user_names_may_come_from_a_pipe(tmp_path):
     writer.join()
 
 
-def test_checksums_that_are_a_pipe_are_damage(tmp_path):
-    os.mkfifo(tmp_path / SUMS_FILE)
-    (damage,) = find_damage(tmp_path)
-    assert "pipe or a device" in str(damage)
-
-
-def test_a_recipe_extends_no_device(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("extends: /dev/zero\n")
-    with pytest.raises(ConfigError, match=r"/dev/zero cannot be read: it is a pipe or a device"):
-        read_recipe_files(tmp_path / "recipe.yaml")
-
-
-def test_yaml_text_that_is_no_number_or_keyword_stays_text(tmp_path):
-    for text in ("2024-99-99", "2024-02-29", "=", "<<", "1e-3", "~x", "0o17"):
+def test_yaml_numbers_are_those_of_yaml_1_1(tmp_path):
+    for text in ("1e-3", "~x", "0o17"):
         (tmp_path / "a.yaml").write_text(f"a: {text}")
         assert read_yaml(tmp_path / "a.yaml") == {"a": text}
     (tmp_path / "a.yaml").write_text("a: &x [1]\nb: *x")

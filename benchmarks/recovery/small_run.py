@@ -84,13 +84,7 @@ def build_run(recipe: PretrainRecipe, out: Path, world: World) -> Run:
     check_run_fits(recipe, config, world.size, source.lengths)
     built = build_new_model(recipe, config, world.device_type)
     return Run(
-        folder=out,
-        recipe=recipe,
-        built=built,
-        tokenizer=tokenizer,
-        source=source,
-        held_out=None,
-        workers=recipe.data.workers,
+        folder=out, recipe=recipe, built=built, tokenizer=tokenizer, source=source, held_out=None
     )
 
 

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from moe.checkpoint.integrity import INDEX_FILE
 from moe.errors import CheckpointError
-from moe.opening import open_to_read
 
 # Names in the index of a real checkpoint. BytesStorageMetadata is deliberately omitted: torch would
 # unpickle such entries.
@@ -92,7 +91,7 @@ def read_index(path: Path) -> Metadata:
     """
     file = path / INDEX_FILE
     try:
-        with open(file, "rb", opener=open_to_read) as stream:
+        with file.open("rb") as stream:
             index: Metadata = _IndexUnpickler(stream).load()
 
         # Tensors have shapes, and each piece of a tensor is in a file of this checkpoint.

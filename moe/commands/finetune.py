@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from moe.checkpoint.best_model import BEST_FOLDER, DevEvaluation, best_and_last, format_scores
 from moe.checks import check_number
-from moe.data.block_stream import StreamSettings
+from moe.data.batches_ahead import default_workers
 from moe.data.blocks import open_blocks
 from moe.data.mixture import build_source, choose_examples, format_choice
 from moe.data.pair_files import COLUMNS, LEAST_PAIRS, Pair, hold_out, num_shared_inputs, read_pairs
@@ -122,7 +122,7 @@ def build_run(
         held_out=held_out,
         earlier_checkpoints=earlier_checkpoints,
         dev=dev,
-        workers=recipe.data.workers,
+        workers=default_workers(),
         replicas=find_replica_groups(recipe.mesh, world),
     )
 
@@ -214,10 +214,9 @@ def read_data(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> Fin
     mixture = recipe.mixture
     if not mixture.tasks:
         return read_own_pairs(recipe, arguments, arguments.pretrained, world)
-    if recipe.data.stream or recipe.data.bad_rows != "refuse":
+    if recipe.data.stream:
         raise ConfigError(
-            "data.stream and data.bad_rows cannot be combined with tasks. Give your own pairs by --train, or leave "
-            "them out."
+            "data.stream cannot be combined with tasks. Give your own pairs by --train, or leave it out."
         )
 
     for name in ("dev", "dev_share", "columns"):
@@ -246,7 +245,7 @@ def read_own_pairs(
         train: list[Pair] = []
         world.print_on_rank_zero(f"{arguments.train} is read as a stream.")
     else:
-        train, dev = split_pairs(arguments, skip_bad_rows=recipe.data.bad_rows == "skip")
+        train, dev = split_pairs(arguments)
     source = arguments.dev or f"held out of {arguments.train}"
     if train and not recipe.data.pack:
         training = recipe.training
@@ -309,7 +308,7 @@ def open_stream(
     stream = PairStream(
         open_blocks(arguments.train, list(columns.values())),
         load_tokenizer(model),
-        StreamSettings(cache_folder(), data.shuffle_rows, data.bad_rows == "skip"),
+        cache_folder(),
         columns=columns,
         lengths=(data.inputs_length, data.targets_length),
         sentinels=data.sentinels,
@@ -320,12 +319,10 @@ def open_stream(
     return stream, held_out if arguments.dev_share is None else []
 
 
-def split_pairs(
-    arguments: Namespace, *, skip_bad_rows: bool = False
-) -> tuple[list[Pair], list[Pair]]:
+def split_pairs(arguments: Namespace) -> tuple[list[Pair], list[Pair]]:
     """Returns the pairs to train on, and those to score: of --dev, or a share of --train."""
     columns = parse_columns(arguments.columns or [], COLUMNS)
-    pairs = read_pairs(arguments.train, columns, skip_bad_rows=skip_bad_rows)
+    pairs = read_pairs(arguments.train, columns)
     share = arguments.dev_share
     if arguments.dev is not None:
         if share is not None:

@@ -35,7 +35,6 @@ from moe.inspection.tables import (
     health_rows,
     loss_sentence,
 )
-from moe.opening import open_to_read
 from moe.parsing import printable, read_text
 from moe.tracing.recorder import record_routing
 
@@ -147,7 +146,7 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
 
     # Only a page of this command is replaced.
     if page.exists():
-        with open(page, encoding="utf-8", errors="replace", opener=open_to_read) as file:
+        with page.open(encoding="utf-8", errors="replace") as file:
             head = file.read(1000)
         if head and _GENERATOR_TAG not in head:
             raise DataError(

@@ -5,7 +5,7 @@
 
 `--corpus` is a folder made by `stmoe corpus`, or any text larger than memory that is read as a stream:
 Parquet, JSONL, CSV or text files, folders of them, a dataset that `datasets` saved, or one of the hub
-(`NAME:CONFIG:SPLIT`). Several are mixed by `data.rates` or `data.temperature`.
+(`NAME:CONFIG:SPLIT`). Several are mixed by `data.rates`.
 
 With `--pretrained MODEL` it continues training a model, with other text or other settings; a recipe
 without an architecture, such as upcycled_pretrain, keeps the model's own.
@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import check_model_folder
-from moe.data.block_stream import StreamSettings
+from moe.data.batches_ahead import default_workers
 from moe.data.blocks import open_blocks
 from moe.data.chunks import MixedText, Text, WholeText
 from moe.data.corpus import is_corpus, load_corpus
 from moe.data.documents import TEXT_COLUMN
-from moe.data.mixture import mixing_rate
 from moe.data.ngrams import ngram_losses
 from moe.data.pipeline import BatchSource, ShortExamplesFirst, SpanCorruptionSource
 from moe.data.span_corruption import Noise
@@ -54,7 +53,7 @@ from moe.training.build import (
 from moe.training.command import RecipeCommand, typed_settings
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
-from moe.training.recipe import PretrainRecipe, SpanCorruptionRecipe
+from moe.training.recipe import PretrainRecipe
 
 R = TypeVar("R", bound=PretrainRecipe)
 
@@ -124,7 +123,7 @@ def build_run(
         tokenizer=tokenizer,
         source=batches,
         held_out=held_out,
-        workers=recipe.data.workers,
+        workers=default_workers(),
         replicas=find_replica_groups(recipe.mesh, world),
     )
 
@@ -144,96 +143,31 @@ def open_text(
         column: Column of the texts in tables that are streamed.
 
     Raises:
-        ConfigError: When the corpora cannot be mixed as the recipe says, or a setting of streams has
-            no effect.
+        ConfigError: When the corpora cannot be mixed as the recipe says.
     """
     data = recipe.data
     streamed = [path for path in corpora if not is_corpus(path)]
-    defaults = SpanCorruptionRecipe()
-    for name, value, default in (
-        ("data.shuffle_rows", data.shuffle_rows, defaults.shuffle_rows),
-        ("data.bad_rows", data.bad_rows, defaults.bad_rows),
-        ("--column", column, TEXT_COLUMN),
-    ):
-        if value != default and not streamed:
-            raise ConfigError(
-                f"{name} is {value}, but {corpora[0]} was made by stmoe corpus and is not streamed. Leave it out."
-            )
-    _check_mixing(data, len(corpora))
+    num_rates = len(data.rates) if data.rates is not None else 1
+    if num_rates != len(corpora):
+        raise ConfigError(
+            f"data.rates is {data.rates}; expected a number for each of the {len(corpora)} corpora, or null for one."
+        )
 
     texts: list[Text] = []
-    sizes: list[int | None] = []
     held_out: list[NDArray[np.int32]] = []
     for path in corpora:
         if path in streamed:
-            settings = StreamSettings(cache_folder(), data.shuffle_rows, data.bad_rows == "skip")
-            stream = TokenStream(open_blocks(path, [column]), tokenizer, settings, column=column)
+            blocks = open_blocks(path, [column])
+            stream = TokenStream(blocks, tokenizer, cache_folder(), column=column)
             texts.append(stream)
             held_out.append(stream.held_out())
-            sizes.append(stream.estimated_tokens)
         else:
             corpus = load_corpus(path)
-            tokens = tokenize_corpus(corpus.train, tokenizer)
-            texts.append(WholeText(tokens))
-            sizes.append(tokens.size)
+            texts.append(WholeText(tokenize_corpus(corpus.train, tokenizer)))
             held_out.append(tokenize_corpus(corpus.held_out, tokenizer))
 
-    rates = data.rates
-    if data.temperature is not None:
-        rates = rates_of_sizes(corpora, sizes, data.temperature)
-    text = texts[0] if rates is None else MixedText(texts, rates)
+    text = texts[0] if data.rates is None else MixedText(texts, data.rates)
     return text, np.concatenate(held_out)
-
-
-def _check_mixing(data: SpanCorruptionRecipe, num_corpora: int) -> None:
-    """Raises a ConfigError unless a recipe says how so many corpora are mixed."""
-    if data.temperature is not None:
-        if data.rates is not None:
-            raise ConfigError(
-                f"data.rates is {data.rates} and data.temperature {data.temperature}; expected one of them: "
-                "temperature mixes corpora by their sizes."
-            )
-        if num_corpora == 1:
-            raise ConfigError(
-                f"data.temperature is {data.temperature}, but there is one corpus. Leave it out, or give several."
-            )
-        return
-
-    num_rates = len(data.rates) if data.rates is not None else 1
-    if num_rates != num_corpora:
-        raise ConfigError(
-            f"data.rates is {data.rates}; expected a number for each of the {num_corpora} corpora, or null for one. "
-            "To mix corpora by their sizes, set data.temperature instead."
-        )
-
-
-def rates_of_sizes(
-    corpora: Sequence[Path], sizes: Sequence[int | None], temperature: float
-) -> list[float]:
-    """Returns the rate of each corpus: its number of tokens to the power 1 / temperature.
-
-    Args:
-        corpora: The corpora, for the message.
-        sizes: Number of tokens of each; None where it is unknown.
-        temperature: 1 for proportional rates, more for more even ones.
-
-    Raises:
-        ConfigError: When the size of a corpus is unknown.
-    """
-    rates: list[float] = []
-    for path, size in zip(corpora, sizes, strict=True):
-        if size == 0:
-            raise ConfigError(
-                f"data.temperature is {temperature}, but the size of {path} cannot be estimated: its first block has "
-                "no tokens. Set data.rates instead."
-            )
-        if size is None:
-            raise ConfigError(
-                f"data.temperature is {temperature}, but the size of {path} is unknown until it is read to its end. "
-                "Set data.rates instead, or convert it to Parquet or JSONL."
-            )
-        rates.append(mixing_rate(size, temperature=temperature))
-    return rates
 
 
 def build_source(
@@ -320,8 +254,7 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
         type=Path,
         nargs="+",
         required=True,
-        help="folder made by stmoe corpus, or text to stream: Parquet, JSONL, ...; several need data.rates or "
-        "data.temperature",
+        help="folder made by stmoe corpus, or text to stream: Parquet, JSONL, ...; several need data.rates",
     )
     command.add_argument(
         "--column",

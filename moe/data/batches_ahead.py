@@ -10,7 +10,6 @@ from collections.abc import Generator
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from moe.checks import check_integer
 from moe.data.pipeline import Batch, BatchSource
 
 _CORES_FOR_A_WORKER = 4
@@ -19,7 +18,7 @@ _BATCHES_AHEAD = 2  # of each worker
 
 
 def batches_ahead(
-    source: BatchSource, rows: slice, steps: range, *, workers: int | None = None
+    source: BatchSource, rows: slice, steps: range, *, workers: int
 ) -> Generator[Batch, None, None]:
     """Yields the batch of every step, in order: the same ones for any number of workers.
 
@@ -31,10 +30,7 @@ def batches_ahead(
         rows: Rows of every batch to make.
         steps: Numbers of the batches.
         workers: Processes that make batches; 0 makes each batch in this process when it is needed.
-            None for one per four cores of a rank on this machine, at most four.
     """
-    if workers is None:
-        workers = default_workers()
     if not workers:
         for step in steps:
             yield source.batch(step, rows)
@@ -54,23 +50,10 @@ def batches_ahead(
 
 
 def default_workers() -> int:
-    """Returns the workers of a rank when a recipe does not say how many."""
+    """Returns the workers of a rank: one per four cores that it has, at most four."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores_of_rank = len(os.sched_getaffinity(0)) // ranks_here
     return min(_MOST_WORKERS_BY_DEFAULT, cores_of_rank // _CORES_FOR_A_WORKER)
-
-
-def check_workers(workers: int | None) -> None:
-    """Raises a ConfigError when `data.workers` is not a number of processes."""
-    cores = len(os.sched_getaffinity(0))
-    check_integer(
-        "data.workers",
-        workers,
-        least=0,
-        most=cores,
-        reason="the processor's cores",
-        optional="null for a number by cores",
-    )
 
 
 class _Batches(Dataset[Batch]):

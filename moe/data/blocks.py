@@ -8,18 +8,16 @@ Blocks of every kind have:
 - `version`: text that changes when a file is written again, e.g. its time;
 - `shards`: numbers of all blocks, in ranges that are fast to read in order; None for a table that is only
   read from its beginning, until a block has no rows;
-- `num_first_blocks`: size of the table as a multiple of its first block, for a table with shards;
 - `read`: yields the rows of a block; a DataError names a file that cannot be read, or is smaller than before.
 """
 
-import math
 import os
-from abc import ABC, abstractmethod
+import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from moe.data.documents import read_document
 from moe.data.folders import PARQUET, SUFFIXES, TABLE_SUFFIXES, files_of, parse_folder
@@ -30,10 +28,8 @@ from moe.data.rows import (
     load_from_hub,
     load_saved_dataset,
     read_rows,
-    text_of,
 )
 from moe.errors import DataError
-from moe.opening import check_regular
 from moe.parsing import open_data, parse_json_object, reading, suffix_of
 
 if TYPE_CHECKING:
@@ -49,31 +45,10 @@ BLOCKS_OF_SHARD = 64
 LEAST_BLOCKS = 20
 """Small tables are divided into about as many blocks, since one block is held out."""
 
-_FURTHEST_LINE = 2**30  # bytes; counting the lines before a place takes as long as reading them
+BlockRow = tuple[object, Row]
+"""A row's place, whose text is e.g. `a.jsonl, line 7`, and its values by column."""
 
-
-class BlockRow(NamedTuple):
-    """A row of a block.
-
-    Attributes:
-        where: Its place, whose text is e.g. `a.jsonl, line 7`.
-        values: Values by column.
-        error: Why the row cannot be read; None for a row with values.
-    """
-
-    where: object
-    values: Row
-    error: DataError | None = None
-
-    def text(self, column: str, advice: str) -> str:
-        """Returns the text in a column.
-
-        Raises:
-            DataError: When the row cannot be read, or the column holds something else.
-        """
-        if self.error is not None:
-            raise self.error
-        return text_of(self.values, column, where=self.where, advice=advice)
+T = TypeVar("T")
 
 
 def open_blocks(source: Path, columns: Sequence[str]) -> "Blocks":
@@ -89,7 +64,7 @@ def open_blocks(source: Path, columns: Sequence[str]) -> "Blocks":
         DataError: When there is no such source.
     """
     if is_hub_name(source):
-        return StreamBlocks(load_from_hub(str(source), streaming=True), str(source), columns)
+        return stream_blocks(load_from_hub(str(source), streaming=True), str(source), columns)
     folder = parse_folder(source)
     is_files = not folder.is_saved if folder else suffix_of(source) in SUFFIXES
     if not is_files:
@@ -110,7 +85,7 @@ def open_blocks(source: Path, columns: Sequence[str]) -> "Blocks":
         return ParquetBlocks(files, columns)
     if suffixes == {".jsonl"}:
         return JsonlBlocks(files)
-    return FileBlocks(files, columns)
+    return _file_blocks(files, columns)
 
 
 class ParquetBlocks:
@@ -138,12 +113,10 @@ class ParquetBlocks:
 
         self._block_rows = _rows_of_block(sum(group_rows))
         self.shards = _consecutive(-(-rows // self._block_rows) for rows in group_rows)
-        self.num_first_blocks = _ratio(group_rows, self._block_rows)
         self.identity = repr([_names_and_sizes(files), group_rows, self._block_rows])
         self.version = _times(files)
         self._starts = [shard.start for shard in self.shards]
-        self._batches: Iterator[Any] = iter(())
-        self._position = (-1, -1)  # process and block that the batches continue with
+        self._batches = _Parts()
 
     def read(self, block: int) -> Iterator[BlockRow]:
         """Yields the rows of a block."""
@@ -151,17 +124,21 @@ class ParquetBlocks:
         file, group, first_row = self._groups[shard]
         offset = block - self._starts[shard]
         with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
-            # A file that this process has open is read on; it must not share the file of another.
-            if self._position != (os.getpid(), block):
-                batches = _read_group(file, group, self._columns, self._block_rows)
-                self._batches = islice(batches, offset, None)
-            rows = next(self._batches).to_pylist()
-
-        is_last = block + 1 == self.shards[shard].stop
-        self._position = (-1, -1) if is_last else (os.getpid(), block + 1)
+            batch = self._batches.read(shard, offset, lambda: self._read_group(file, group))
+            assert batch is not None, f"{file} has as many rows as when the run began"
+            rows = batch.to_pylist()
         first_row += offset * self._block_rows + 1
         for number, row in enumerate(rows, start=first_row):
-            yield BlockRow(f"{file}, row {number}", row)
+            yield f"{file}, row {number}", row
+
+    def _read_group(self, file: Path, group: int) -> Iterator[Any]:
+        """Yields the batches of a row group."""
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(file) as table:
+            yield from table.iter_batches(
+                self._block_rows, row_groups=[group], columns=self._columns, use_threads=False
+            )
 
 
 class JsonlBlocks:
@@ -170,7 +147,6 @@ class JsonlBlocks:
     def __init__(self, files: Sequence[Path]) -> None:
         sizes = [_size(file) for file in files]
         block_bytes = min(BLOCK_BYTES, max(1, -(-sum(sizes) // LEAST_BLOCKS)))
-        self.num_first_blocks = _ratio(sizes, block_bytes)
         self._blocks: list[tuple[Path, int, int]] = []  # file, first byte, byte after the last
         counts: list[int] = []
         for file, size in zip(files, sizes, strict=True):
@@ -192,7 +168,9 @@ class JsonlBlocks:
             position = lines.tell()
             while position < stop and (line := lines.readline()):
                 if line.strip():
-                    yield _parse_line(line, file, position)
+                    where = _LinePlace(file, position)
+                    advice = "Repair the line."
+                    yield where, parse_json_object(line, where=where, advice=advice, nan=True)
                 position += len(line)
         if position < stop:
             raise _smaller(file)
@@ -213,7 +191,6 @@ class DatasetBlocks:
         self._block_rows = _rows_of_block(len(dataset))
         num_blocks = -(-len(dataset) // self._block_rows)
         self.shards = _consecutive(len(part) for part in _parts(num_blocks))
-        self.num_first_blocks = _ratio([len(dataset)], self._block_rows)
         files = [Path(file["filename"]) for file in dataset.cache_files]
         self.identity = repr([_names_and_sizes(files), len(dataset), self._block_rows])
         self.version = _times(files)
@@ -225,100 +202,93 @@ class DatasetBlocks:
             batch: Any = self._dataset[start : start + self._block_rows]
             rows = batch.to_pylist()
         for number, row in enumerate(rows, start=start + 1):
-            yield BlockRow(f"{self._name}, row {number}", row)
+            yield f"{self._name}, row {number}", row
 
 
-class _Sequential(ABC):
+class SequentialBlocks:
     """Blocks of rows that are only read from the beginning: a later block skips those before it."""
 
     shards = None
-    num_first_blocks = math.nan
 
-    def __init__(self) -> None:
-        self._rows: Iterator[BlockRow] = iter(())
-        self._position = (-1, -1)  # process and block that the rows continue with
-
-    @abstractmethod
-    def rows(self) -> Iterator[BlockRow]:
-        """Yields all rows."""
+    def __init__(
+        self, rows: Callable[[], Iterator[BlockRow]], name: object, version: str = ""
+    ) -> None:
+        self._rows = rows
+        self._blocks = _Parts()
+        self.identity = repr([name, BLOCK_ROWS])
+        self.version = version
 
     def read(self, block: int) -> Iterator[BlockRow]:
         """Yields the rows of a block."""
-        # Another process may have made the blocks between.
-        process, next_block = self._position
-        if process != os.getpid() or next_block > block:
-            self._rows = self.rows()
-            next_block = 0
-        for _ in islice(self._rows, (block - next_block) * BLOCK_ROWS):
-            pass
-        self._position = (-1, -1)  # until the whole block is read
-        yield from islice(self._rows, BLOCK_ROWS)
-        self._position = (os.getpid(), block + 1)
+        yield from self._blocks.read("", block, self._read_all) or ()
+
+    def _read_all(self) -> Iterator[list[BlockRow]]:
+        rows = self._rows()
+        return iter(lambda: list(islice(rows, BLOCK_ROWS)), [])
 
 
-class FileBlocks(_Sequential):
-    """Blocks of files of other kinds, or of several: CSV, and a document for each file of text."""
+def _file_blocks(files: Sequence[Path], columns: Sequence[str]) -> SequentialBlocks:
+    """Returns blocks of files of other kinds, or of several: CSV, and a document for each file of text."""
+    sizes = [_size(file) for file in files]
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
-        super().__init__()
-        self._files = files
-        self._columns = columns
-        self._sizes = [_size(file) for file in files]
-        self.identity = repr([_names_and_sizes(files), BLOCK_ROWS])
-        self.version = _times(files)
-
-    def rows(self) -> Iterator[BlockRow]:
-        """Yields all rows."""
-        advice = f"Expected the columns {', '.join(self._columns)} in each row."
-        for file, size in zip(self._files, self._sizes, strict=True):
+    def rows() -> Iterator[BlockRow]:
+        advice = f"Expected the columns {', '.join(columns)} in each row."
+        for file, size in zip(files, sizes, strict=True):
             if suffix_of(file) not in TABLE_SUFFIXES:
-                yield BlockRow(file, {self._columns[0]: read_document(file)})
+                yield file, {columns[0]: read_document(file)}
                 continue
-            bad: list[DataError] = []
-            for where, row in read_rows(file, advice=advice, columns=self._columns, bad=bad.append):
-                yield from _bad_rows(bad)
-                yield BlockRow(where, row)
-            yield from _bad_rows(bad)
+            yield from read_rows(file, advice=advice, columns=columns)
             if _size(file) < size:
                 raise _smaller(file)
 
-
-class StreamBlocks(_Sequential):
-    """Blocks of a `datasets.IterableDataset`, which need not be on this machine."""
-
-    def __init__(
-        self, stream: "datasets.IterableDataset", name: str, columns: Sequence[str]
-    ) -> None:
-        """Chooses the columns, so that no other one is decoded or fetched.
-
-        Raises:
-            DataError: When there is no such column.
-        """
-        super().__init__()
-        if stream.column_names is not None:
-            _require_columns(name, columns, stream.column_names)
-            # Decoding comes first: `datasets` may have put it before the columns are chosen.
-            stream = stream.decode(False).select_columns(list(columns))
-        self._stream = stream
-        self._name = name
-        self.identity = repr([name, BLOCK_ROWS])
-        self.version = ""
-
-    def rows(self) -> Iterator[BlockRow]:
-        """Yields all rows."""
-        rows: Iterable[Any] = self._stream
-        for number, row in enumerate(rows, start=1):
-            yield BlockRow(f"{self._name}, row {number}", row)
+    return SequentialBlocks(rows, _names_and_sizes(files), _times(files))
 
 
-Blocks = ParquetBlocks | JsonlBlocks | DatasetBlocks | FileBlocks | StreamBlocks
+def stream_blocks(
+    stream: "datasets.IterableDataset", name: str, columns: Sequence[str]
+) -> SequentialBlocks:
+    """Returns blocks of a stream, which need not be on this machine; no other column is fetched.
+
+    Raises:
+        DataError: When there is no such column.
+    """
+    if stream.column_names is not None:
+        _require_columns(name, columns, stream.column_names)
+        # Decoding comes first: `datasets` may have put it before the columns are chosen.
+        stream = stream.decode(False).select_columns(list(columns))
+
+    def rows() -> Iterator[BlockRow]:
+        for number, row in enumerate(stream, start=1):
+            yield f"{name}, row {number}", row
+
+    return SequentialBlocks(rows, name)
 
 
-def _bad_rows(errors: list[DataError]) -> Iterator[BlockRow]:
-    """Yields rows that cannot be read, and empties the list."""
-    for error in errors:
-        yield BlockRow("", {}, error)
-    errors.clear()
+Blocks = ParquetBlocks | JsonlBlocks | DatasetBlocks | SequentialBlocks
+
+
+class _Parts(threading.local):
+    """Reads parts of sequences: a later one than the last is read on to, an earlier one from the beginning.
+
+    Each thread has its own position.
+    """
+
+    def __init__(self) -> None:
+        self._parts: Iterator[Any] = iter(())
+        self._sequence: Hashable = None  # that is read on, and by which process
+        self._next = 0
+
+    def read(self, sequence: Hashable, number: int, start: Callable[[], Iterator[T]]) -> T | None:
+        """Returns a part of the sequence that `start` begins; None after its end."""
+        # An open file must not be shared by processes.
+        if self._sequence != (os.getpid(), sequence) or self._next > number:
+            self._parts = start()
+            self._next = 0
+        self._sequence = None  # until the part is read
+        part = next(islice(self._parts, number - self._next, None), None)
+        self._sequence = (os.getpid(), sequence)
+        self._next = number + 1
+        return part
 
 
 class _LinePlace(NamedTuple):
@@ -328,21 +298,9 @@ class _LinePlace(NamedTuple):
     position: int
 
     def __str__(self) -> str:
-        if self.position > _FURTHEST_LINE:
-            return f"{self.file}, byte {self.position:,}"
         with self.file.open("rb") as before:
-            line = before.read(self.position).count(b"\n") + 1
-        return f"{self.file}, line {line}"
-
-
-def _parse_line(line: bytes, file: Path, position: int) -> BlockRow:
-    """Returns the row of a line of JSONL that begins at a byte of a file."""
-    where = _LinePlace(file, position)
-    try:
-        values = parse_json_object(line, where=where, advice="Repair the line.", nan=True)
-        return BlockRow(where, values)
-    except DataError as error:
-        return BlockRow(where, {}, error)
+            number = before.read(self.position).count(b"\n") + 1
+        return f"{self.file}, line {number}"
 
 
 def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:
@@ -350,7 +308,6 @@ def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:
     import pyarrow.parquet
 
     with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
-        check_regular(file)
         metadata = pyarrow.parquet.read_metadata(file)
     names = metadata.schema.to_arrow_schema().names
     _require_columns(str(file), columns, names)
@@ -365,16 +322,6 @@ def _require_columns(source: str, columns: Sequence[str], names: Sequence[str]) 
     if missing:
         raise DataError(
             f"{source} has no column {missing[0]!r}; it has {', '.join(names)}. {advice}"
-        )
-
-
-def _read_group(file: Path, group: int, columns: list[str], num_rows: int) -> Iterator[Any]:
-    """Yields the batches of a row group."""
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as table:
-        yield from table.iter_batches(
-            num_rows, row_groups=[group], columns=columns, use_threads=False
         )
 
 
@@ -397,12 +344,6 @@ def _consecutive(counts: Iterable[int]) -> list[range]:
             ranges.append(range(start, start + count))
         start += count
     return ranges
-
-
-def _ratio(part_sizes: Sequence[int], block_size: int) -> float:
-    """Returns the size of a table as a multiple of its first block, which ends with the first part."""
-    first_part = next(filter(None, part_sizes), 0)
-    return sum(part_sizes) / max(1, min(block_size, first_part))
 
 
 def _smaller(file: Path) -> DataError:

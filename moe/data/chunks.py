@@ -4,16 +4,19 @@ Comes before `pipeline`, which masks the chunks; `token_stream` has texts larger
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from einops import rearrange
 from numpy.typing import NDArray
 
 from moe.errors import ConfigError, DataError
+
+W = TypeVar("W")
 
 WINDOW = 4096
 """Least number of examples whose sources are drawn together."""
@@ -22,17 +25,16 @@ _LARGEST_WINDOW = 1 << 22
 _WHOLE = 1 << 48  # shares are integers of this: rounding stays exact for any number of steps
 
 
-class Chunks(Protocol):
-    """Chunks of equal length, in the order of training."""
+class Chunks(NamedTuple):
+    """Chunks of C tokens, in the order of training.
 
-    @property
-    def num_examples(self) -> int | None:
-        """Chunks of an epoch; None where they are not counted."""
-        ...
+    Attributes:
+        at: Returns <int32>[C] the chunk at a position, counted over all epochs.
+        num_examples: Chunks of an epoch; None where they are not counted.
+    """
 
-    def at(self, position: int) -> NDArray[np.int32]:
-        """Returns <int32>[C] the chunk at a position, counted over all epochs."""
-        ...
+    at: Callable[[int], NDArray[np.int32]]
+    num_examples: int | None
 
 
 class Text(Protocol):
@@ -63,34 +65,25 @@ class WholeText:
         """The tokens themselves, to be hashed."""
         return np.ascontiguousarray(self.tokens).data
 
-    def chunks(self, length: int, seed: int) -> "WholeChunks":
-        """Returns its chunks of C = `length` tokens."""
-        return WholeChunks(self.tokens, length, seed)
-
-
-class WholeChunks:
-    """The chunks of a text in memory; each epoch has each of them once."""
-
-    def __init__(self, tokens: NDArray[np.int32], length: int, seed: int) -> None:
-        """Divides the text.
+    def chunks(self, length: int, seed: int) -> Chunks:
+        """Returns its chunks of C = `length` tokens; each epoch has each of them once.
 
         Raises:
             DataError: When the text is shorter than one chunk.
         """
-        self.num_examples = tokens.size // length
-        if self.num_examples == 0:
+        size = self.tokens.size // length
+        if size == 0:
             raise DataError(
-                f"The text has {tokens.size} tokens, less than one example of {length}. Give more text or a smaller "
-                "inputs_length."
+                f"The text has {self.tokens.size} tokens, less than one example of {length}. Give more text or a "
+                "smaller inputs_length."
             )
-        self._chunks = rearrange(tokens[: self.num_examples * length], "(n c) -> n c", c=length)
-        self._seed = seed
+        chunks = rearrange(self.tokens[: size * length], "(n c) -> n c", c=length)
 
-    def at(self, position: int) -> NDArray[np.int32]:
-        """Returns <int32>[C] the chunk at a position, counted over all epochs."""
-        epoch, index = divmod(position, self.num_examples)
-        order = epoch_order(self._seed, epoch, self.num_examples)
-        return self._chunks[order[index]]
+        def at(position: int) -> NDArray[np.int32]:
+            epoch, index = divmod(position, size)
+            return chunks[epoch_order(seed, epoch, size)[index]]
+
+        return Chunks(at, size)
 
 
 @lru_cache(maxsize=8)
@@ -118,31 +111,20 @@ class MixedText:
         digests = [hashlib.sha256(text.fingerprint).digest() for text in self._texts]
         return b"".join(digests) + repr(self._shares).encode()
 
-    def chunks(self, length: int, seed: int) -> "MixedChunks":
+    def chunks(self, length: int, seed: int) -> Chunks:
         """Returns the chunks of C = `length` tokens of all texts."""
-        sources = []
-        for text in self._texts:
-            sources.append(text.chunks(length, seed))
-        return MixedChunks(sources, Interleaving(self._shares, seed))
+        texts = [text.chunks(length, seed) for text in self._texts]
+        interleaving = Interleaving(self._shares, seed)
 
+        def at(position: int) -> NDArray[np.int32]:
+            window, index = divmod(position, interleaving.window_size)
+            sources = interleaving.sources(window)  # [W]
+            source = int(sources[index])
+            num_before = interleaving.num_before(window)[source]
+            num_before += int((sources[:index] == source).sum())
+            return texts[source].at(num_before)
 
-class MixedChunks:
-    """Chunks of several sources."""
-
-    num_examples = None
-
-    def __init__(self, sources: Sequence[Chunks], interleaving: "Interleaving") -> None:
-        self._sources = sources
-        self._interleaving = interleaving
-
-    def at(self, position: int) -> NDArray[np.int32]:
-        """Returns <int32>[C] the chunk at a position, counted over all epochs."""
-        window, index = divmod(position, self._interleaving.window_size)
-        sources = self._interleaving.sources(window)  # [W]
-        source = int(sources[index])
-        position_in_source = self._interleaving.num_before(window)[source]
-        position_in_source += int((sources[:index] == source).sum())
-        return self._sources[source].at(position_in_source)
+        return Chunks(at, None)
 
 
 class Interleaving:
@@ -191,7 +173,34 @@ class Interleaving:
         return [end - start for start, end in pairwise(bounds)]
 
     def _draw_sources(self, window: int) -> NDArray[np.int64]:
-        """Returns <int64>[W] the source of each example of a window, in order."""
+        """Returns the source <int64>[W] of each example of a window."""
         counts = np.subtract(self.num_before(window + 1), self.num_before(window))
         rng = np.random.default_rng([self._seed, 2, window])
         return rng.permutation(np.repeat(np.arange(len(counts)), counts))
+
+
+class Windows(Generic[W]):
+    """The windows of a stream one after the other, and where each item of training is in them.
+
+    Where an item is follows from the number of items in all windows before it. They are counted as
+    the stream is read, and again, e.g. from the files of tokens, by a run that resumes.
+    """
+
+    def __init__(self, windows: Iterator[tuple[W, int]]) -> None:
+        """Begins at the first of endlessly many windows, each with the number of its items."""
+        self._next = windows
+        self._windows: list[W] = []
+        self._starts = [0]  # first item of each window, and the number of items so far
+
+    def locate(self, position: int) -> tuple[W, int]:
+        """Returns the window of an item and its index there.
+
+        Args:
+            position: Number of the item, counted over all epochs.
+        """
+        while self._starts[-1] <= position:
+            window, size = next(self._next)
+            self._windows.append(window)
+            self._starts.append(self._starts[-1] + size)
+        number = bisect_right(self._starts, position) - 1
+        return self._windows[number], position - self._starts[number]

@@ -14,31 +14,22 @@ once it is packed: a run that resumes at a late row packs the windows before it 
 5 seconds for a million examples. The position is one integer either way.
 """
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer, check_number
-from moe.data.chunks import Interleaving
+from moe.data.chunks import Interleaving, Windows
 from moe.data.packing import Example, example_rows
 from moe.data.pairs import Sentinels, encode_pairs
-from moe.data.pipeline import (
-    ALL_ROWS,
-    Batch,
-    PairSource,
-    check_source_numbers,
-    examples_fingerprint,
-    fingerprint,
-    stack_rows,
-)
-from moe.data.tokenizer import SpecialIds
-from moe.errors import ConfigError, DataError
+from moe.data.pipeline import PairSource, RowSettings, RowSource, examples_fingerprint, fingerprint
+from moe.errors import DataError
 
 T = TypeVar("T")
 
@@ -57,30 +48,15 @@ def mixing_rate(
             more even.
         scale: Factor of the number before the cap.
 
-    Raises:
-        ConfigError: When a number is out of range.
-
     Source:
         seqio `mixing_rate_num_examples` at b898b9f: scale, then cap, then power. Differs: no.
         ST-MoE (arXiv:2202.08906) §6.1 caps at 65,536.
     """
-    check_integer("num_examples", num_examples, least=0)
-    check_rates(maximum, temperature)
-    check_number("scale", scale, above=0)
-
     # Scale, then cap, then temperature.
     rate = num_examples * scale
     if maximum is not None:
         rate = min(rate, maximum)
-    if temperature == 1.0:
-        return float(rate)
-    try:
-        return rate ** (1.0 / temperature)
-    except OverflowError:
-        raise ConfigError(
-            f"{rate:g} to the power 1 / {temperature} is not a finite number. Raise mixture.temperature, "
-            "or data.temperature for corpora."
-        ) from None
+    return rate ** (1.0 / temperature)
 
 
 def check_rates(maximum: int | None, temperature: float) -> None:
@@ -123,82 +99,66 @@ def format_choice(num_chosen: int, num_examples: int, size: int | None, seed: in
     return f"all {num_examples:,} training examples ({size:,} were asked for)"
 
 
-class MixtureSource:
-    """Fine-tuning batches of several tasks, drawn by their rates; padded or packed."""
+class MixtureSource(RowSource):
+    """Fine-tuning batches of several tasks, drawn by their rates."""
 
     def __init__(
         self,
         tasks: Mapping[str, Sequence[tuple[str, str]]],
         tokenizer: PreTrainedTokenizerFast,
         *,
-        inputs_length: int,
-        targets_length: int,
-        batch_size: int,
-        seed: int,
-        pack: bool = False,
         sentinels: Sentinels = "none",
         maximum: int | None = None,
         temperature: float = 1.0,
         keep_in: Path | None = None,
+        **settings: Unpack[RowSettings],
     ) -> None:
         """Tokenizes the pairs once.
 
         Args:
             tasks: Input and target texts of each task, by its name.
             tokenizer: Tokenizer with an end token.
-            inputs_length: Maximum number of encoder tokens of a row.
-            targets_length: Maximum number of decoder tokens of a row.
-            batch_size: Rows in a batch.
-            seed: Different seeds give different orders.
-            pack: Whether rows hold as many examples as fit, from any tasks.
             sentinels: Which sentinels the pairs get; see `PairSource`.
             maximum: See `mixing_rate`.
             temperature: See `mixing_rate`.
             keep_in: See `PairSource`.
+            settings: See `RowSettings`.
 
         Raises:
             DataError: When a task has no pairs.
             ConfigError: When a number is out of range, or a task is so rare that it would hardly
                 ever be drawn.
         """
-        check_source_numbers(
-            seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length
-        )
+        super().__init__(tokenizer, **settings)
         self.shares = mixing_shares(tasks, maximum=maximum, temperature=temperature)
-        self.batch_size = batch_size
-        self._seed = seed
-
-        self._interleaving = Interleaving(self.shares, seed)
-        self._window_size = self._interleaving.window_size
+        self._interleaving = Interleaving(self.shares, self.seed)
 
         # The examples, tokenized once.
-        self._row_lengths = (inputs_length, targets_length)
-        self.lengths = self._row_lengths if pack else None
-        self._padding = SpecialIds.of(tokenizer).pad
         self._examples: list[list[Example]] = []
         for pairs in tasks.values():
-            examples = encode_pairs(pairs, tokenizer, self._row_lengths, sentinels, keep_in)
+            examples = encode_pairs(pairs, tokenizer, self.row_lengths, sentinels, keep_in)
             self._examples.append(examples)
 
-        # Rows of the windows that were read last; first row of each packed window.
-        self._first_rows = [0]
+        # Rows of the windows that were read last. How many rows a packed window has is known once it
+        # is packed.
         self._window_rows = lru_cache(maxsize=2)(self._build_rows)
+        self._windows = Windows((number, self._num_rows(number)) for number in count())
 
-        settings = (
-            list(tasks),
-            self._interleaving.bounds,
-            *self._row_lengths,
-            batch_size,
-            seed,
-            pack,
-        )
         hashes = map(examples_fingerprint, self._examples)  # sentinels show in the examples
-        self.fingerprint = fingerprint(*hashes, repr(settings).encode())
+        facts = (list(tasks), self._interleaving.bounds, *self.settings)
+        self.fingerprint = fingerprint(*hashes, repr(facts).encode())
 
-    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns a batch in the form of `PairSource.batch`."""
-        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return stack_rows(self._row, positions, self.lengths, self._padding, rows)
+    def row(self, position: int) -> list[Example]:
+        """Returns the examples of the row at a position of the endless stream."""
+        window, index = self._windows.locate(position)
+        return self._window_rows(window)[index]
+
+    def _num_rows(self, window: int) -> int:
+        return (
+            self._interleaving.window_size
+            if self.lengths is None
+            else len(self._window_rows(window))
+        )
 
     def window(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the examples of a window, in order.
@@ -227,23 +187,11 @@ class MixtureSource:
 
         orders = []
         for epoch in range(first_epoch, last_epoch + 1):
-            rng = np.random.default_rng([self._seed, 3, task, epoch])
+            rng = np.random.default_rng([self.seed, 3, task, epoch])
             orders.append(rng.permutation(size))
 
         offset = first_epoch * size
         return np.concatenate(orders)[start - offset : end - offset]
-
-    def _row(self, position: int) -> list[Example]:
-        if self.lengths is None:
-            window, row = divmod(position, self._window_size)
-            return self._window_rows(window)[row]
-
-        # How many rows a packed window has is known once it is packed.
-        while self._first_rows[-1] <= position:
-            window = len(self._first_rows) - 1
-            self._first_rows.append(self._first_rows[-1] + len(self._window_rows(window)))
-        window = bisect_right(self._first_rows, position) - 1
-        return self._window_rows(window)[position - self._first_rows[window]]
 
     def _build_rows(self, window: int) -> list[list[Example]]:
         tasks, indices = self.window(window)

@@ -3,7 +3,6 @@
 Comes after `rows`, before `pairs`, which tokenizes them.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +12,6 @@ import numpy as np
 from moe.checks import shown
 from moe.data.rows import Row, read_rows, text_of
 from moe.errors import DataError
-from moe.parsing import refuse
-
-logger = logging.getLogger(__name__)
 
 COLUMNS = ("inputs", "targets", "group")
 ADVICE = 'Expected rows like {"inputs": "...", "targets": "..."}; --columns names other columns.'
@@ -43,9 +39,7 @@ class Pair(NamedTuple):
         return self.inputs, self.targets
 
 
-def read_pairs(
-    path: Path, columns: Mapping[str, str] | None = None, *, skip_bad_rows: bool = False
-) -> list[Pair]:
+def read_pairs(path: Path, columns: Mapping[str, str] | None = None) -> list[Pair]:
     """Returns the pairs of a table, which has `inputs` and `targets`; see `read_rows` for its kinds.
 
     A row may have a `group`, a text or an integer; other columns are not read.
@@ -53,24 +47,13 @@ def read_pairs(
     Args:
         path: The table.
         columns: Names of the columns for `inputs`, `targets` and `group` where they are others.
-        skip_bad_rows: Whether rows that are something else are left out, with a warning.
 
     Raises:
         DataError: When a row is something else, or there is none.
     """
     names = {name: name for name in COLUMNS} | dict(columns or {})
-    errors: list[DataError] = []
-    bad = errors.append if skip_bad_rows else refuse
-    pairs: list[Pair] = []
-    for where, row in read_rows(path, advice=ADVICE, columns=names.values(), pipe=True, bad=bad):
-        try:
-            pairs.append(_to_pair(row, names, where))
-        except DataError as error:
-            bad(error)
-
-    if errors:
-        num_rows = len(pairs) + len(errors)
-        logger.warning("%d of %d rows are skipped. %s", len(errors), num_rows, errors[0])
+    rows = read_rows(path, advice=ADVICE, columns=names.values())
+    pairs = [_to_pair(row, names, where) for where, row in rows]
     if not pairs:
         raise DataError(f"{path} holds no pairs. {ADVICE}")
     return pairs

@@ -5,17 +5,18 @@ Comes after `block_stream` and `pairs`; `pipeline` and `mixture` have batches of
 
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.block_stream import HELD_OUT_BLOCK, BlockStream, StreamSettings, Window, Windows
-from moe.data.blocks import BlockRow, Blocks
+from moe.data.block_stream import HELD_OUT_BLOCK, BlockStream, Window
+from moe.data.blocks import Blocks
 from moe.data.packing import Example, example_rows
-from moe.data.pair_files import ADVICE, Pair
+from moe.data.pair_files import Pair
 from moe.data.pairs import Sentinels, pair_sides, tokenize_side, warn_of_losses
-from moe.data.pipeline import ALL_ROWS, Batch, check_source_numbers, fingerprint, stack_rows
-from moe.data.tokenizer import SpecialIds
+from moe.data.pipeline import RowSettings, RowSource, fingerprint
 from moe.data.tokens import Arrays
 
 
@@ -28,7 +29,7 @@ class PairStream(BlockStream):
         self,
         blocks: Blocks,
         tokenizer: PreTrainedTokenizerFast,
-        settings: StreamSettings,
+        folder: Path,
         *,
         columns: Mapping[str, str],
         lengths: tuple[int, int],
@@ -39,20 +40,15 @@ class PairStream(BlockStream):
         Args:
             blocks: The rows.
             tokenizer: Tokenizer with an end token.
-            settings: How they are streamed.
+            folder: Where tokens are kept.
             columns: Names of the columns for `inputs` and `targets`.
             lengths: Maximum number of tokens of an input and of a target.
             sentinels: See `PairSource`.
         """
         self._sides = pair_sides(tokenizer, lengths, sentinels)
-        self._columns = (columns["inputs"], columns["targets"])
+        names = (columns["inputs"], columns["targets"])
         self._has_warned = False
-        super().__init__(blocks, tokenizer, settings, (self._sides, self._columns))
-
-    def texts(self, row: BlockRow) -> tuple[str, ...]:
-        """Returns input and target of a row."""
-        inputs, targets = self._columns
-        return row.text(inputs, ADVICE), row.text(targets, ADVICE)
+        super().__init__(blocks, tokenizer, folder, names, (self._sides, names))
 
     def encode(self, rows: list[tuple[str, ...]]) -> Arrays:
         """Returns the tokens of both sides, and where each text ends."""
@@ -75,8 +71,7 @@ class PairStream(BlockStream):
             DataError: When there is no other block.
         """
         self.check_held_out()
-        rows, _ = self.read(HELD_OUT_BLOCK)
-        return [Pair(inputs, targets) for inputs, targets in rows]
+        return [Pair(inputs, targets) for inputs, targets in self.read(HELD_OUT_BLOCK)]
 
     def num_pairs(self, block: int) -> int:
         """Returns the number of pairs of a block."""
@@ -90,55 +85,31 @@ class PairStream(BlockStream):
         return list(zip(inputs, targets, strict=True))
 
 
-class StreamedPairSource:
-    """Fine-tuning batches of a stream of pairs, padded to the longest of a batch or packed into rows."""
+class StreamedPairSource(RowSource):
+    """Fine-tuning batches of a stream of pairs; packed rows hold examples of one window."""
 
-    def __init__(
-        self,
-        stream: PairStream,
-        *,
-        inputs_length: int,
-        targets_length: int,
-        batch_size: int,
-        seed: int,
-        pack: bool = False,
-    ) -> None:
+    def __init__(self, stream: PairStream, **settings: Unpack[RowSettings]) -> None:
         """Prepares the source; nothing is read yet.
 
         Args:
             stream: The pairs.
-            inputs_length: Most encoder tokens of a row.
-            targets_length: Most decoder tokens of a row.
-            batch_size: Rows in a batch.
-            seed: Another seed gives another order.
-            pack: Whether rows hold as many examples of a window as fit.
+            settings: See `RowSettings`.
 
         Raises:
             ConfigError: When a number is out of range.
         """
-        check_source_numbers(
-            seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length
-        )
-        self.batch_size = batch_size
-        row_lengths = (inputs_length, targets_length)
-        self.lengths = row_lengths if pack else None
+        super().__init__(stream.tokenizer, **settings)
         self._stream = stream
-        self._padding = SpecialIds.of(stream.tokenizer).pad
         self._rows = lru_cache(maxsize=2)(self._build_rows)
-        self._windows = Windows(stream, seed, self._count_rows)
-        settings = (*row_lengths, batch_size, seed, pack)
-        self.fingerprint = fingerprint(stream.fingerprint, repr(settings).encode())
+        self._windows = stream.windows(self.seed, self._num_rows)
+        self.fingerprint = fingerprint(stream.fingerprint, repr(self.settings).encode())
 
-    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns a batch in the form of `PairSource.batch`."""
-        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return stack_rows(self._row, positions, self.lengths, self._padding, rows)
-
-    def _row(self, position: int) -> list[Example]:
+    def row(self, position: int) -> list[Example]:
+        """Returns the examples of the row at a position, counted over all epochs."""
         window, index = self._windows.locate(position)
         return self._rows(window)[index]
 
-    def _count_rows(self, window: Window) -> int:
+    def _num_rows(self, window: Window) -> int:
         if self.lengths is not None:
             return len(self._rows(window))
         return sum(map(self._stream.num_pairs, window.blocks))

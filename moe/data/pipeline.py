@@ -1,9 +1,10 @@
 """Batches as a pure function of the step: the position of a run in its data is one integer."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer
 from moe.data.chunks import Text, WholeText, epoch_order
-from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW, Example, Tokens, fill_row, pack_rows
+from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW, Example, Tokens, example_rows, fill_row
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_masks, tokens_length
 from moe.data.tokenizer import SpecialIds
@@ -223,12 +224,34 @@ class ShortExamplesFirst:
         return F.pad(tokens, room, value=padding), segments.contiguous()
 
 
-class PairSource:
-    """Fine-tuning batches: pairs of texts, padded to the longest of a batch or packed into rows."""
+class RowSettings(TypedDict):
+    """How pairs of texts become rows of batches.
+
+    Attributes:
+        inputs_length: Most encoder tokens of a row.
+        targets_length: Most decoder tokens of a row.
+        batch_size: Rows in a batch.
+        seed: Another seed gives another order.
+        pack: Whether rows hold as many examples as fit, in the order of training.
+    """
+
+    inputs_length: int
+    targets_length: int
+    batch_size: int
+    seed: int
+    pack: NotRequired[bool]
+
+
+class RowSource(ABC):
+    """Fine-tuning batches: rows of pairs, padded to the longest of a batch or packed.
+
+    Subclasses set `fingerprint`.
+    """
+
+    fingerprint: str
 
     def __init__(
         self,
-        pairs: Sequence[tuple[str, str]],
         tokenizer: PreTrainedTokenizerFast,
         *,
         inputs_length: int,
@@ -236,62 +259,25 @@ class PairSource:
         batch_size: int,
         seed: int,
         pack: bool = False,
-        sentinels: Sentinels = "none",
-        keep_in: Path | None = None,
     ) -> None:
-        """Tokenizes the pairs once.
-
-        Args:
-            pairs: Input and target texts.
-            tokenizer: Tokenizer with an end token. A text that is too long is truncated before it,
-                and a warning says how many were.
-            inputs_length: Most encoder tokens of a row.
-            targets_length: Most decoder tokens of a row.
-            batch_size: Rows in a batch.
-            seed: Another seed gives another order.
-            pack: Whether rows hold as many examples as fit.
-            sentinels: `one` puts the first sentinel before the end token of an input, and before a
-                target.
-            keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
+        """Takes the settings; see `RowSettings`.
 
         Raises:
-            DataError: When there are no pairs.
             ConfigError: When a number is out of range.
         """
         check_source_numbers(
             seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length
         )
-        if not pairs:
-            raise DataError(
-                "There are no training pairs. Give at least one (inputs, targets) pair."
-            )
         self.batch_size = batch_size
-        self.num_examples = len(pairs)
-        self._seed = seed
+        self.row_lengths = (inputs_length, targets_length)
+        self.lengths = self.row_lengths if pack else None
+        self.seed = seed
+        self.settings = (*self.row_lengths, batch_size, seed, pack)
         self._padding = SpecialIds.of(tokenizer).pad
 
-        # Epoch -1 is the order in which examples are packed.
-        row_lengths = (inputs_length, targets_length)
-        examples = encode_pairs(pairs, tokenizer, row_lengths, sentinels, keep_in)
-        packing_order = epoch_order(seed, -1, len(pairs))
-        self._examples = [examples[index] for index in packing_order]
-
-        # The indices of the examples in each row.
-        if pack:
-            self.lengths = row_lengths
-            self._rows = pack_rows(self._examples, *row_lengths)
-        else:
-            self.lengths = None
-            self._rows = [[index] for index in range(len(pairs))]
-
-        settings = (*row_lengths, batch_size, seed, pack)  # sentinels show in the examples
-        hashed_examples = examples_fingerprint(self._examples)
-        self.fingerprint = fingerprint(hashed_examples, repr(settings).encode())
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of an epoch; less than the examples when packed."""
-        return len(self._rows)
+    @abstractmethod
+    def row(self, position: int) -> list[Example]:
+        """Returns the examples of the row at a position, counted over all epochs."""
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns a batch of pairs.
@@ -304,14 +290,59 @@ class PairSource:
             <int64>[B, T].
         """
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return stack_rows(self._row, positions, self.lengths, self._padding, rows)
+        return stack_rows(self.row, positions, self.lengths, self._padding, rows)
 
-    def _row(self, position: int) -> list[Example]:
-        """Returns the examples of the row at `position`, counted over all epochs."""
+
+class PairSource(RowSource):
+    """Fine-tuning batches of pairs in memory."""
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        sentinels: Sentinels = "none",
+        keep_in: Path | None = None,
+        **settings: Unpack[RowSettings],
+    ) -> None:
+        """Tokenizes the pairs once.
+
+        Args:
+            pairs: Input and target texts.
+            tokenizer: Tokenizer with an end token. A text that is too long is truncated before it,
+                and a warning says how many were.
+            sentinels: `one` puts the first sentinel before the end token of an input, and before a
+                target.
+            keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
+            settings: See `RowSettings`.
+
+        Raises:
+            DataError: When there are no pairs.
+            ConfigError: When a number is out of range.
+        """
+        super().__init__(tokenizer, **settings)
+        if not pairs:
+            raise DataError(
+                "There are no training pairs. Give at least one (inputs, targets) pair."
+            )
+        self.num_examples = len(pairs)
+
+        # Epoch -1 is the order in which examples are packed.
+        examples = encode_pairs(pairs, tokenizer, self.row_lengths, sentinels, keep_in)
+        packing_order = epoch_order(self.seed, -1, len(pairs))
+        examples = [examples[index] for index in packing_order]
+        self._rows = example_rows(examples, self.lengths)
+        self.fingerprint = fingerprint(examples_fingerprint(examples), repr(self.settings).encode())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch; less than the examples when packed."""
+        return len(self._rows)
+
+    def row(self, position: int) -> list[Example]:
+        """Returns the examples of the row at a position, counted over all epochs."""
         epoch, index = divmod(position, self.num_rows)
-        order = epoch_order(self._seed, epoch, self.num_rows)
-        row = self._rows[order[index]]
-        return [self._examples[example] for example in row]
+        return self._rows[epoch_order(self.seed, epoch, self.num_rows)[index]]
 
 
 def stack_rows(
@@ -321,7 +352,7 @@ def stack_rows(
     padding: int,
     rows: slice = ALL_ROWS,
 ) -> Batch:
-    """Returns the batch of rows of examples; see `PairSource.batch`.
+    """Returns the batch of rows of examples; see `RowSource.batch`.
 
     Args:
         row_at: Returns the examples of the row at a position.

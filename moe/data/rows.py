@@ -5,8 +5,7 @@ Comes after `folders`, before `documents` and `pair_files`, which read texts fro
 
 import csv
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from io import TextIOWrapper
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moe.checks import shown
 from moe.data.folders import PARQUET, SEPARATORS, TABLE_SUFFIXES, files_of, parse_folder
 from moe.errors import ConfigError, DataError, did_you_mean
-from moe.opening import open_to_read
-from moe.parsing import not_utf8, open_data, read_json_lines, reading, refuse, suffix_of
+from moe.parsing import not_utf8, open_data, read_json_lines, reading, suffix_of
 
 if TYPE_CHECKING:
     import datasets
@@ -27,12 +25,7 @@ Row = Mapping[str, Any]
 
 
 def read_rows(
-    source: Path,
-    *,
-    advice: str,
-    columns: Collection[str] | None = None,
-    pipe: bool = False,
-    bad: Callable[[DataError], None] = refuse,
+    source: Path, *, advice: str, columns: Collection[str] | None = None
 ) -> Iterator[tuple[str, Row]]:
     """Yields the place, e.g. `a.csv, line 7`, and the values by column of each row of a table.
 
@@ -45,8 +38,6 @@ def read_rows(
         source: The table.
         advice: What a row should be, for messages.
         columns: Columns that are needed; files that allow it are read no further. None for all.
-        pipe: Whether JSONL may come from a pipe; see `open_data`.
-        bad: Called with the error of each row that is not one; rows after it are read unless it raises.
 
     Raises:
         DataError: When the table does not exist or cannot be read; the message says where.
@@ -57,19 +48,19 @@ def read_rows(
         files = [] if folder.is_saved else files_of(source)
         tables = [file for file in files if suffix_of(file) in TABLE_SUFFIXES]
         for file in tables:
-            yield from read_rows(file, advice=advice, columns=columns, bad=bad)
+            yield from read_rows(file, advice=advice, columns=columns)
         if not tables:
             dataset = load_saved_dataset(source, advice=advice)
             yield from _rows_of(dataset, str(source), columns, advice)
     elif suffix in SEPARATORS:
-        yield from _read_csv(source, columns, advice, bad)
+        yield from _read_csv(source, columns, advice)
     elif suffix == PARQUET:
         yield from read_parquet(source, advice=advice, columns=columns)
     elif is_hub_name(source):
         dataset = load_from_hub(str(source), streaming=False)
         yield from _rows_of(dataset, str(source), columns, advice)
     else:
-        for number, row in read_json_lines(source, advice=advice, nan=True, pipe=pipe, bad=bad):
+        for number, row in read_json_lines(source, advice=advice, nan=True):
             yield f"{source}, line {number}", row
 
 
@@ -109,7 +100,7 @@ def text_of(row: Row, column: str, *, where: object, advice: str) -> str:
 
 
 def _read_csv(
-    path: Path, columns: Collection[str] | None, advice: str, bad: Callable[[DataError], None]
+    path: Path, columns: Collection[str] | None, advice: str
 ) -> Iterator[tuple[str, Row]]:
     """Yields the rows of a CSV or TSV file with a header."""
     # A document may be longer than the 128 KiB of Python's default.
@@ -118,34 +109,28 @@ def _read_csv(
     quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
     where = str(path)
     with open_data(path, advice=advice) as file:
-        # Bytes that are not UTF-8 become surrogates, and belong to one row.
-        text = TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        rows = csv.DictReader(text, delimiter=separator, strict=True, quoting=quoting)
+        lines = _decoded_lines(file, path)
+        rows = csv.DictReader(lines, delimiter=separator, strict=True, quoting=quoting)
         try:
             names = rows.fieldnames or ()
-            _check_utf8(names, f"{path}, line 1")
             check_columns(str(path), names, columns, advice)
-            form = f"the row does not have the columns {', '.join(names)}. {advice}"
             for row in rows:
                 where = f"{path}, line {rows.line_num}"
-                try:
-                    if None in row or None in row.values():
-                        raise DataError(f"{where}: {form}")
-                    _check_utf8(row.values(), where)
-                except DataError as error:
-                    bad(error)
-                    continue
+                if None in row or None in row.values():
+                    form = f"the row does not have the columns {', '.join(names)}"
+                    raise DataError(f"{where}: {form}. {advice}")
                 yield where, row
         except csv.Error as error:
             raise DataError(f"{where}: the row after it is not CSV: {error}. {advice}") from error
 
 
-def _check_utf8(texts: Iterable[str], where: str) -> None:
-    """Raises a DataError when a text has bytes that were not UTF-8."""
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(not_utf8(where, ord(error.object[error.start]) & 0xFF)) from None
+def _decoded_lines(file: Iterable[bytes], path: Path) -> Iterator[str]:
+    """Yields the lines of a file; raises a DataError for one that is not UTF-8."""
+    for number, line in enumerate(file, start=1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(not_utf8(f"{path}, line {number}", line[error.start])) from None
 
 
 def check_columns(
@@ -186,10 +171,7 @@ def read_parquet(
     """
     import pyarrow.parquet  # takes 0.2 s
 
-    with (
-        reading(path, advice=advice, problem="cannot be read as Parquet"),
-        open(path, "rb", opener=open_to_read) as file,
-    ):
+    with reading(path, advice=advice, problem="cannot be read as Parquet"), path.open("rb") as file:
         table = pyarrow.parquet.ParquetFile(file)
         names = table.schema_arrow.names
         chosen = check_columns(str(path), names, columns, advice)

@@ -16,13 +16,13 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from moe.data.tokenizer import text_ids
 from moe.errors import DataError
-from moe.files import only_writer
+from moe.files import whole_file
 
 if TYPE_CHECKING:
     import datasets
@@ -126,13 +126,11 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
         logger.warning("%s is damaged or cannot be read, so it is made again.", path)
 
     # A read-only home folder, or a full disk, costs only time.
-    with suppress(OSError, DataError, SafetensorError), only_writer(path) as unfinished:
+    with suppress(OSError, DataError, SafetensorError), whole_file(path) as unfinished:
         arrays = _read_arrays(path, names)  # another process may have been faster
         if arrays is None:
             arrays = make()
-            # `save_file` would replace the locked file.
-            unfinished.write_bytes(save(arrays, {_DIGEST: _digest(arrays, names)}))
-            unfinished.replace(path)
+            save_file(arrays, unfinished, {_DIGEST: _digest(arrays, names)})
     return make() if arrays is None else arrays
 
 

@@ -15,7 +15,6 @@ from huggingface_hub.errors import EntryNotFoundError
 from moe.checks import check
 from moe.files import whole_file, write_text
 from moe.models.configuration import STMoEConfig
-from moe.opening import read_regular
 from moe.sparse.all_routers import load_routers
 from moe.sparse.stats import RouterStats
 
@@ -166,7 +165,7 @@ def fetch_card(repo_id: str, folder: Path, token: str | bool | None = None) -> b
 def read_card(path: Path) -> Any:
     """Returns the ModelCard in a file; None when there is none with a readable header."""
     try:
-        has_header = read_regular(path).startswith(b"---")
+        has_header = path.read_bytes().startswith(b"---")
         return ModelCard.load(path) if has_header else None
     except (OSError, ValueError, TypeError, yaml.YAMLError):
         return None

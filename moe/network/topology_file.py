@@ -77,7 +77,7 @@ def read_content(path: Path) -> Any:
     """
     if path.suffix.lower() == ".json":
         advice = "Give the path of a network file."
-        return read_json(path, advice=advice, error=ConfigError, pipe=True)
+        return read_json(path, advice=advice, error=ConfigError)
     return read_yaml(path)
 
 

@@ -9,11 +9,10 @@ from typing import Any, BinaryIO
 
 from moe.checks import shown
 from moe.errors import ConfigError
-from moe.files import write_text
+from moe.files import work_folder, write_text
 from moe.parsing import read_json
 from moe.serving.engine import Answer
 from moe.serving.request_file import Line
-from moe.work_folder import work_folder
 
 _SETTINGS = ".settings.json"
 """Ending of the file beside the answers that holds the settings of the run."""

@@ -58,7 +58,7 @@ def read_requests(file: Path, columns: Columns, defaults: Sampling) -> Iterator[
     is_json = suffix_of(file) in _JSON_SUFFIXES
     if columns and not is_json:
         raise ConfigError(f"--columns cannot be combined with {file}, a text a line. Leave it out.")
-    with open_data(file, advice="Give a file of requests.", pipe=True) as lines:
+    with open_data(file, advice="Give a file of requests.") as lines:
         yield from read_lines(lines, columns, defaults, is_json=is_json)
 
 

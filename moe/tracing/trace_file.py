@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
-from moe.opening import check_regular
 from moe.parsing import parse_json, read_record, reading, to_json, to_record
 from moe.sparse.editing import LayerKey
 from moe.sparse.stats import RouterStats
@@ -169,7 +168,6 @@ def read_trace(folder: Path) -> Trace:
         raise DataError(f"{folder} is not a trace: it has no {TRACE_FILE}. {_ADVICE}")
     refuse_damage(folder, [TRACE_FILE], advice=_ADVICE)
     with reading(path, advice=_ADVICE):
-        check_regular(path)
         file = pq.ParquetFile(path)
         text = file.metadata.metadata[_HEADER.encode()].decode()
         header = parse_json(text, where=path, advice=_ADVICE, nan=True)
@@ -227,7 +225,6 @@ def _read_old_trace(folder: Path) -> Trace:
     facts = read_record(folder / _OLD_FACTS, TraceFacts, advice=_ADVICE)
     _check_version(facts, 1, folder / _OLD_FACTS)
     with reading(path, advice=_ADVICE):
-        check_regular(path)
         rows = load_file(path)
         for stack in STACKS:
             rows[f"{stack}.lengths"] = rows[f"{stack}.starts"].diff()

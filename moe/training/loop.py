@@ -46,8 +46,12 @@ _CHANGEABLE_SETTINGS = _MESH_SETTINGS.union(
         "training.checkpoint_every",
         "training.keep_checkpoints",
         "training.micro_batch_size",
+        # Removed; the checkpoints of earlier versions have them. Whether batches are the same, their
+        # fingerprint tells.
+        "data.bad_rows",
+        "data.shuffle_rows",
+        "data.temperature",
         "data.workers",
-        # Removed; the checkpoints of earlier versions have them.
         "training.probe_every",
         "training.probe_batches",
     }

@@ -51,7 +51,7 @@ class ShareSource(NamedTuple):
 
     source: BatchSource
     config: MeshConfig
-    workers: int | None
+    workers: int
     device: torch.device
 
     def plan(self, data_ranks: Sequence[int], steps: range) -> Generator[PlannedStep, None, None]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from moe.checks import check, check_choice, check_field_types, check_integer, check_number
-from moe.data.batches_ahead import check_workers
-from moe.data.block_stream import SHUFFLE_ROWS
 from moe.data.mixture import check_rates
 from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW
 from moe.data.pairs import Sentinels
@@ -26,7 +24,6 @@ from moe.training.optim_recipe import MOST_STEPS, WHY_MOST_STEPS, OptimRecipe
 Precision = Literal["float32", "bfloat16"]
 Init = Literal["pretrained", "scratch"]
 OptimizerState = Literal["reset", "keep"]
-BadRows = Literal["refuse", "skip"]
 
 # Fields that STMoEConfig itself defines, except those that no recipe's `model` may set.
 _NOT_SETTINGS = {
@@ -105,13 +102,6 @@ class TrainingRecipe:
         check(divides, name, micro_rows, f"a divisor of training.batch_size, {rows}, or null")
 
 
-def _check_stream(shuffle_rows: int, bad_rows: str) -> None:
-    """Raises a ConfigError when a setting of streams is out of range."""
-    reason = "their tokens are mapped into memory"
-    check_integer("data.shuffle_rows", shuffle_rows, least=1, most=2**24, reason=reason)
-    check_choice("data.bad_rows", bad_rows, get_args(BadRows))
-
-
 @dataclass(frozen=True)
 class SpanCorruptionRecipe:
     """How pre-training examples are built from text: T5's span corruption.
@@ -124,16 +114,8 @@ class SpanCorruptionRecipe:
         short_steps: First steps of a run, in which a row holds several short examples instead of a
             long one; see moe/data/pipeline.py. 0 for none.
         short_inputs_length: Encoder tokens of a short example; needed with `short_steps`.
-        workers: Processes of every rank that make batches ahead of the steps, without effect on
-            batches. 0 makes them between the steps; null for one per four cores of a rank.
         rates: Relative number of examples from each corpus, in the order of `--corpus`; null for a
-            single one, or to mix by `temperature`.
-        temperature: Mixes corpora by their numbers of tokens to the power 1 / temperature: 1 in
-            proportion, larger values more evenly. Null for a single one, or to mix by `rates`.
-        shuffle_rows: About how many rows are shuffled together in a corpus that is streamed; more
-            need more time before the first step.
-        bad_rows: Whether a row without a text in a corpus that is streamed ends the run (`refuse`)
-            or is left out and counted (`skip`).
+            single one.
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.1: 512 and 114 tokens; T5's span corruption.
@@ -144,19 +126,11 @@ class SpanCorruptionRecipe:
     mean_noise_span_length: float = 3.0
     short_steps: int = 0
     short_inputs_length: int | None = None
-    workers: int | None = None
     rates: list[float] | None = None
-    temperature: float | None = None
-    shuffle_rows: int = SHUFFLE_ROWS
-    bad_rows: BadRows = "refuse"
 
     def __post_init__(self) -> None:
-        check_workers(self.workers)
-        _check_stream(self.shuffle_rows, self.bad_rows)
         for rate in self.rates or ():
             check_number("data.rates", rate, above=0)
-        if self.temperature is not None:
-            check_number("data.temperature", self.temperature, above=0)
         check_integer(
             "data.short_steps", self.short_steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS
         )
@@ -189,12 +163,8 @@ class PairsRecipe:
         pack: Whether several examples share a row; they do not see each other.
         sentinels: `one` ends every input and starts every target with the first sentinel, as in
             pre-training; the saved model and tokenizer do so, too. `none` leaves texts unchanged.
-        workers: Processes of every rank that make batches ahead; see `SpanCorruptionRecipe`.
         stream: Whether the pairs of `--train` are read and tokenized as they are needed, for tables
             larger than memory.
-        shuffle_rows: About how many pairs of a stream are shuffled together.
-        bad_rows: Whether a row of `--train` without two texts ends the run (`refuse`) or is left out
-            and counted (`skip`).
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster but is not better in general.
@@ -204,20 +174,10 @@ class PairsRecipe:
     targets_length: int = 114
     pack: bool = False
     sentinels: Sentinels = "none"
-    workers: int | None = None
     stream: bool = False
-    shuffle_rows: int = SHUFFLE_ROWS
-    bad_rows: BadRows = "refuse"
 
     def __post_init__(self) -> None:
-        check_workers(self.workers)
         check_field_types(self, prefix="data.")
-        _check_stream(self.shuffle_rows, self.bad_rows)
-        if self.shuffle_rows != SHUFFLE_ROWS and not self.stream:
-            raise ConfigError(
-                f"data.shuffle_rows is {self.shuffle_rows}, but pairs in memory are shuffled as a whole. Leave it out, "
-                "or set data.stream to true."
-            )
         for name in ("inputs_length", "targets_length"):
             length = getattr(self, name)
             check_integer(f"data.{name}", length, least=2, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)

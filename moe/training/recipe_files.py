@@ -18,7 +18,7 @@ import yaml
 
 from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
-from moe.parsing import PlainLoader, read_text, read_yaml
+from moe.parsing import UniqueKeyLoader, read_text, read_yaml
 from stmoe import recipes_folder
 
 EXTENDS = "extends"
@@ -101,7 +101,7 @@ def merged_text(files: list[RecipeFile]) -> str:
 def _read_file(path: Path) -> tuple[RecipeFile, Path | None]:
     """Returns a recipe file, and the path of its parent, if it names one."""
     settings = read_yaml(path)
-    node = yaml.compose(read_text(path), Loader=PlainLoader)
+    node = yaml.compose(read_text(path), Loader=UniqueKeyLoader)
     assert isinstance(node, yaml.MappingNode), "read_yaml refuses all but mappings"
 
     parent = None

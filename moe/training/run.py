@@ -49,6 +49,6 @@ class Run(NamedTuple):
     held_out: HeldOut | None
     earlier_checkpoints: Path | None = None
     dev: DevEvaluation | None = None
-    workers: int | None = 0
+    workers: int = 0
     replicas: ReplicaGroups | None = None
     forward: ForwardPass = forward_pass

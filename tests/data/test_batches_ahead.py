@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe import ConfigError
-from moe.data.batches_ahead import batches_ahead, check_workers, default_workers
+from moe.data.batches_ahead import batches_ahead, default_workers
 from moe.data.pipeline import ALL_ROWS, SpanCorruptionSource
 from moe.data.tokenizer import SpecialIds
-from moe.training.recipe import PairsRecipe, SpanCorruptionRecipe
 
 IDS = SpecialIds(pad=0, eos=1, first_sentinel=230, num_sentinels=20)
 STEPS = range(3, 10)
@@ -79,11 +77,3 @@ def test_a_rank_has_a_worker_for_each_four_of_its_cores(monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         workers.append(default_workers())
     assert workers == [4, 2, 1, 0]
-
-
-@pytest.mark.parametrize("recipe", [SpanCorruptionRecipe, PairsRecipe])
-def test_a_wrong_number_of_workers_is_refused(recipe):
-    check_workers(None)  # left to the machine
-    for workers in (-1, 10**4, 1.5, True):
-        with pytest.raises(ConfigError, match=r"data\.workers is .*; expected an integer .*null"):
-            recipe(workers=workers)

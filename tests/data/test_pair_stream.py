@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from moe import ConfigError, DataError
-from moe.data.block_stream import HELD_OUT_BLOCK, StreamSettings
+from moe import DataError
+from moe.data.block_stream import HELD_OUT_BLOCK
 from moe.data.blocks import open_blocks
-from moe.data.pair_files import Pair, read_pairs
+from moe.data.pair_files import read_pairs
 from moe.data.pair_stream import PairStream, StreamedPairSource
 from moe.data.pairs import Sentinels, encode_pairs
-from moe.training.recipe import PairsRecipe
 from tests.data.test_rows import write
-from tests.data.test_token_stream import num_rows
 from tests.data.test_token_stream import tokenizer as tokenizer  # a fixture
 
 NUM_PAIRS = 97
@@ -31,11 +29,11 @@ COLUMNS = {"inputs": "question", "targets": "answer"}
 LENGTHS = (6, 4)  # some inputs are truncated
 
 
-def stream_of(path, tokenizer, folder, sentinels: Sentinels = "none", **settings) -> PairStream:
+def stream_of(path, tokenizer, folder, sentinels: Sentinels = "none") -> PairStream:
     return PairStream(
         open_blocks(path, list(COLUMNS.values())),
         tokenizer,
-        StreamSettings(folder, **settings),
+        folder,
         columns=COLUMNS,
         lengths=LENGTHS,
         sentinels=sentinels,
@@ -64,7 +62,7 @@ def test_every_epoch_has_each_pair_once_but_those_that_are_held_out(
     tmp_path, tokenizer, pack, sentinels
 ):
     path = write(tmp_path / "a.parquet", ROWS)
-    stream = stream_of(path, tokenizer, tmp_path / "cache", sentinels, shuffle_rows=700)
+    stream = stream_of(path, tokenizer, tmp_path / "cache", sentinels)
     held_out = stream.held_out()
     assert held_out == read_pairs(path, COLUMNS)[: stream.num_pairs(HELD_OUT_BLOCK)]
     texts = [(row["question"], row["answer"]) for row in ROWS[len(held_out) :]]
@@ -100,28 +98,8 @@ def test_a_batch_depends_on_the_step_alone(tmp_path, tokenizer, pack):
         assert again.fingerprint == source.fingerprint
 
 
-def test_bad_rows_are_named_or_skipped_in_a_stream_and_in_memory(tmp_path, tokenizer, caplog):
-    rows = [*ROWS[:50], {"question": "w1", "answer": None, "n": 0}, *ROWS[50:]]
-    path = write(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match="line 51: answer is None"):
-        read_pairs(path, COLUMNS)
-    pairs = read_pairs(path, COLUMNS, skip_bad_rows=True)
-    assert pairs == [Pair(row["question"], row["answer"]) for row in ROWS]
-    assert f"1 of {NUM_PAIRS + 1} rows" in caplog.text
-
-    stream = stream_of(path, tokenizer, tmp_path / "cache")
-    assert stream.shards is not None
-    blocks = [block for shard in stream.shards for block in shard]
-    with pytest.raises(DataError, match=r"line 51: answer is None.*data\.bad_rows"):
-        stream.prepare(blocks)
-    stream = stream_of(path, tokenizer, tmp_path / "cache", skip_bad_rows=True)
-    stream.prepare(blocks)
-    assert sum(map(stream.num_pairs, blocks)) == NUM_PAIRS
-    assert num_rows(stream) == (NUM_PAIRS + 1, 1)
-
-
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.jsonl.gz"])
-def test_a_row_that_is_not_utf8_is_skipped_in_a_stream_and_in_memory(tmp_path, tokenizer, name):
+def test_a_row_that_is_not_utf8_is_named_in_a_stream_and_in_memory(tmp_path, tokenizer, name):
     rows = [{**row, "n": "0"} for row in ROWS]
     rows[50:50] = [{"question": "w1", "answer": "BAD", "n": "0"}]
     path = tmp_path / name
@@ -129,22 +107,23 @@ def test_a_row_that_is_not_utf8_is_skipped_in_a_stream_and_in_memory(tmp_path, t
     content = plain.read_bytes().replace(b"BAD", b"caf\xe9")
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
-    with pytest.raises(DataError, match=r"line 5[12] is not UTF-8: byte 0xe9"):
+    message = r"line 5[12] is not UTF-8: byte 0xe9"
+    with pytest.raises(DataError, match=message):
         read_pairs(path, COLUMNS)
-    pairs = read_pairs(path, COLUMNS, skip_bad_rows=True)
-    assert pairs == [Pair(row["question"], row["answer"]) for row in ROWS]
-    stream = stream_of(path, tokenizer, tmp_path / "cache", skip_bad_rows=True)
-    shards = stream.shards or [range(1)]
-    assert sum(stream.num_pairs(block) for shard in shards for block in shard) == NUM_PAIRS
+    with pytest.raises(DataError, match=message):
+        stream = stream_of(path, tokenizer, tmp_path / "cache")
+        stream.prepare([block for shard in stream.shards or [range(1)] for block in shard])
+
+
+def test_a_missing_text_is_named_in_a_stream_and_in_memory(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [*ROWS[:50], {"question": "w1", "answer": None}, *ROWS])
+    with pytest.raises(DataError, match="line 51: answer is None"):
+        read_pairs(path, COLUMNS)
+    with pytest.raises(DataError, match="line 51: answer is None"):
+        source_of(stream_of(path, tokenizer, tmp_path / "cache")).batch(40)
 
 
 def test_a_missing_column_is_named(tmp_path, tokenizer):
     path = write(tmp_path / "a.parquet", [{"question": "w1", "n": 1}])
     with pytest.raises(DataError, match="no column 'answer'; it has question, n"):
         stream_of(path, tokenizer, tmp_path)
-
-
-def test_settings_of_streams_need_one():
-    assert PairsRecipe(stream=True, shuffle_rows=100).stream
-    with pytest.raises(ConfigError, match="shuffle_rows is 100"):
-        PairsRecipe(shuffle_rows=100)

@@ -134,9 +134,8 @@ def test_damaged_files_are_made_anew_with_a_warning(tokenizer, folder, caplog):
 def test_what_a_killed_process_left_is_in_nobodys_way(tokenizer, folder):
     expected = encode(tokenizer, folder)
     path = files(folder)[0]
-    work = folder / f".{path.name}.partial"
+    work = folder / f".{path.name}.12345678.partial"
     work.mkdir()
-    (work / ".stmoe-partial").touch()
     path.rename(work / "partial")
     assert encode(tokenizer, folder) == expected
     assert len(files(folder)) == 2
@@ -149,13 +148,11 @@ def test_a_place_that_cannot_be_written_to_keeps_nothing(tokenizer, folder):
 
 
 def test_a_full_disk_keeps_nothing(tokenizer, folder, monkeypatch):
-    write = Path.write_bytes
-
-    def fail(path, data):
-        write(path, data[:-4])
+    def fail(arrays, path, metadata):
+        path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr("moe.data.tokens.save_file", fail)
     assert encode(tokenizer, folder) == encode(tokenizer)
     assert files(folder) == []
 

@@ -142,7 +142,7 @@ def test_columns_that_are_not_needed_are_neither_decoded_nor_fetched(tmp_path, m
             read_pairs(source, {"inputs": "image"})
         for columns in (["inputs", "group"], ["image", "targets"]):
             expected = [{column: row[column] for column in columns} for row in rows]
-            values = [dict(row.values) for row in open_blocks(source, columns).read(0)]
+            values = [dict(row) for _, row in open_blocks(source, columns).read(0)]
             assert values
             assert values == expected[: len(values)]
 

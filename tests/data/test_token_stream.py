@@ -19,8 +19,8 @@ from moe import DataError
 from moe.data import block_stream
 from moe.data import blocks as blocks_module
 from moe.data.batches_ahead import batches_ahead
-from moe.data.block_stream import BlockStream, StreamSettings
-from moe.data.blocks import StreamBlocks, open_blocks
+from moe.data.block_stream import BlockStream
+from moe.data.blocks import open_blocks, stream_blocks
 from moe.data.chunks import MixedText, WholeText
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.token_stream import TokenStream
@@ -87,9 +87,9 @@ KINDS = (
 )
 
 
-def stream_of(source, tokenizer, folder: Path, **settings) -> TokenStream:
+def stream_of(source, tokenizer, folder: Path) -> TokenStream:
     blocks = open_blocks(source, ["text"]) if isinstance(source, Path) else source
-    return TokenStream(blocks, tokenizer, StreamSettings(folder, **settings), column="text")
+    return TokenStream(blocks, tokenizer, folder, column="text")
 
 
 def expected_tokens(tokenizer) -> list[int]:
@@ -103,30 +103,25 @@ def blocks_of(stream: BlockStream) -> list[int]:
     return [block for shard in stream.shards for block in shard]
 
 
-def num_rows(stream: BlockStream) -> tuple[int, int]:
-    """Returns the rows of all blocks, and how many of them were skipped."""
-    total = sum(stream.arrays(block)[block_stream.ROWS] for block in blocks_of(stream))
-    return tuple(total.tolist())
-
-
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of 10 rows also where the number of rows is not known."""
+    """Blocks of 10 rows also where the number of rows is not known, and windows of 4 blocks."""
     monkeypatch.setattr(blocks_module, "BLOCK_ROWS", 10)
-    monkeypatch.setattr("moe.data.block_stream.BLOCK_ROWS", 10)
+    monkeypatch.setattr(block_stream, "BLOCK_ROWS", 10)
+    monkeypatch.setattr(block_stream, "SHUFFLE_ROWS", 40)
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_blocks_of_every_kind_of_source_hold_its_tokens_once(tmp_path, tokenizer, kind):
     source = write_source(tmp_path / "source", kind)
-    stream = stream_of(source, tokenizer, tmp_path / "cache", shuffle_rows=50)
+    stream = stream_of(source, tokenizer, tmp_path / "cache")
     blocks = blocks_of(stream)
     assert len(blocks) >= 10
 
     # In any order of the blocks, by another process that has nothing in memory.
     for order in (blocks, blocks[::-1], sorted(blocks, key=lambda block: block * 7 % 11)):
-        again = stream_of(source, tokenizer, tmp_path / repr(order)[:40], shuffle_rows=50)
+        again = stream_of(source, tokenizer, tmp_path / repr(order)[:40])
         tokens = {block: again.tokens(block) for block in order}
         whole = np.concatenate([tokens[block] for block in blocks]).tolist()
         assert whole == expected_tokens(tokenizer)
@@ -142,9 +137,7 @@ def test_a_stream_of_datasets_holds_the_rows_of_its_table(tmp_path, tokenizer):
         streaming=True,
         cache_dir=str(tmp_path / "hf"),
     )
-    stream = stream_of(
-        StreamBlocks(dataset, "a", ["text"]), tokenizer, tmp_path / "cache", shuffle_rows=50
-    )
+    stream = stream_of(stream_blocks(dataset, "a", ["text"]), tokenizer, tmp_path / "cache")
     whole = [stream.tokens(block) for block in blocks_of(stream)]
     assert np.concatenate(whole).tolist() == expected_tokens(tokenizer)
     assert stream.window(0, 0, 9) == []
@@ -166,7 +159,7 @@ def same(one, other) -> bool:
 @pytest.mark.parametrize("kind", ["a.parquet", "a.jsonl", "a.csv"])
 def test_every_epoch_has_each_chunk_of_every_block_once_in_another_order(tmp_path, tokenizer, kind):
     source = write_source(tmp_path / "source", kind)
-    stream = stream_of(source, tokenizer, tmp_path / "cache", shuffle_rows=40)
+    stream = stream_of(source, tokenizer, tmp_path / "cache")
     expected = []
     for block in blocks_of(stream)[1:]:
         tokens = stream.tokens(block)
@@ -188,20 +181,18 @@ def test_every_epoch_has_each_chunk_of_every_block_once_in_another_order(tmp_pat
 def test_a_batch_depends_on_the_step_alone(tmp_path, tokenizer, kind):
     """Another order of steps, other rows, workers, and a run that resumes with or without tokens on disk."""
     path = write_source(tmp_path / "source", kind)
-    source = source_of(stream_of(path, tokenizer, tmp_path / "cache", shuffle_rows=40), tokenizer)
+    source = source_of(stream_of(path, tokenizer, tmp_path / "cache"), tokenizer)
     batches = [source.batch(step) for step in range(24)]
 
     for cache in ("cache", "empty"):
-        resumed = source_of(
-            stream_of(path, tokenizer, tmp_path / cache, shuffle_rows=40), tokenizer
-        )
+        resumed = source_of(stream_of(path, tokenizer, tmp_path / cache), tokenizer)
         assert same(resumed.batch(23), batches[23])
         assert same(resumed.batch(2), batches[2])
         assert resumed.fingerprint == source.fingerprint
         part = resumed.batch(11, slice(3, 5))
         assert torch.equal(part["labels"], batches[11]["labels"][3:5])
 
-    fresh = source_of(stream_of(path, tokenizer, tmp_path / "third", shuffle_rows=40), tokenizer)
+    fresh = source_of(stream_of(path, tokenizer, tmp_path / "third"), tokenizer)
     for step, batch in enumerate(batches_ahead(fresh, slice(None), range(24), workers=2)):
         assert same(batch, batches[step])
 
@@ -236,28 +227,18 @@ BAD_JSONL = {
 
 
 @pytest.mark.parametrize("line", BAD_JSONL.values(), ids=BAD_JSONL)
-def test_a_bad_row_is_named_by_file_and_line_or_skipped_and_counted(
-    tmp_path, tokenizer, line, caplog
-):
+def test_a_bad_row_is_named_by_file_and_line(tmp_path, tokenizer, line):
     rows = [json.dumps(row) for row in ROWS]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([*rows[:77], line, *rows[77:], ""]))
     stream = stream_of(path, tokenizer, tmp_path / "cache")
-    with pytest.raises(DataError, match=r"line 78: .*data\.bad_rows"):
-        [stream.tokens(block) for block in blocks_of(stream)]
-
-    skipping = stream_of(path, tokenizer, tmp_path / "cache", skip_bad_rows=True)
-    whole = [skipping.tokens(block) for block in blocks_of(skipping)]
-    assert np.concatenate(whole).tolist() == expected_tokens(tokenizer)
-    assert num_rows(skipping) == (NUM_ROWS + 1, 1)
-    assert "1 of" in caplog.text
-    assert "line 78" in caplog.text
+    with pytest.raises(DataError, match="line 78: "):
+        stream.prepare(blocks_of(stream))
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_a_bad_row_of_csv_and_parquet_is_skipped_too(tmp_path, tokenizer):
-    table = tmp_path / "a.csv"
-    write(table, [{"text": row["text"], "n": 1} for row in ROWS])
+def test_a_bad_row_of_csv_and_parquet_is_named_too(tmp_path, tokenizer):
+    table = write(tmp_path / "a.csv", [{"text": row["text"], "n": 1} for row in ROWS])
     lines = table.read_text().splitlines()
     table.write_text("\n".join([*lines[:60], "a,b,c", *lines[60:], ""]))
     other = tmp_path / "a.parquet"
@@ -266,13 +247,8 @@ def test_a_bad_row_of_csv_and_parquet_is_skipped_too(tmp_path, tokenizer):
 
     for path, place in ((table, "line 61"), (other, "row 61")):
         with pytest.raises(DataError, match=place):
-            stream = stream_of(path, tokenizer, tmp_path / "refused", shuffle_rows=50)
-            [stream.tokens(block) for block in blocks_of(stream)]
-        stream = stream_of(
-            path, tokenizer, tmp_path / "skipped", shuffle_rows=50, skip_bad_rows=True
-        )
-        whole = np.concatenate([stream.tokens(block) for block in blocks_of(stream)])
-        assert whole.tolist() == expected_tokens(tokenizer)
+            stream = stream_of(path, tokenizer, tmp_path / "refused")
+            stream.prepare(blocks_of(stream))
 
 
 def test_a_text_without_an_example_is_refused(tmp_path, tokenizer):
@@ -300,25 +276,6 @@ def test_texts_are_mixed_by_their_rates(tmp_path, tokenizer):
     assert (
         chunks.at(5000) == MixedText([whole, stream], [1.0, 3.0]).chunks(LENGTH, 0).at(5000)
     ).all()
-
-
-@pytest.mark.parametrize("kind", ["a.parquet", "files.jsonl", "saved"])
-def test_the_estimated_size_of_a_stream_follows_its_rows_or_bytes(tmp_path, tokenizer, kind):
-    """Row groups of one row more than a block have two blocks each, and the second one has one row."""
-    rows = [{"text": "w1 w2 w3"}] * 5130
-    path = tmp_path / kind
-    if kind == "a.parquet":
-        table = pyarrow.Table.from_pylist(rows)
-        pyarrow.parquet.write_table(table, path, row_group_size=513)
-    elif kind == "files.jsonl":
-        path.mkdir()
-        for number in range(30):
-            write(path / f"{number:02}.jsonl", rows[: 340 if number else 2])
-        rows = rows[:2] + rows[:340] * 29
-    else:
-        write(path, rows)
-    stream = stream_of(path, tokenizer, tmp_path / "cache")
-    assert stream.estimated_tokens == pytest.approx(3 * len(rows), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])

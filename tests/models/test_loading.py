@@ -254,15 +254,6 @@ def test_a_model_is_never_saved_through_a_link(tmp_path):
     assert (tmp_path / "mine").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "SHA256SUMS"])
-def test_a_pipe_among_the_files_of_a_model_is_refused_at_every_door(folder, name):
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    for door in DOORS.values():
-        with pytest.raises((CheckpointError, DataError), match=name):
-            door(folder)
-
-
 def test_a_folder_without_a_model_is_refused_at_every_door(tmp_path):
     for door in DOORS.values():
         with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json"):

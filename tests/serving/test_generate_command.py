@@ -19,7 +19,7 @@ from moe import ConfigError, DataError
 from moe.commands.generate import main
 from moe.data.pair_files import read_pairs
 from moe.errors import MoEError
-from moe.work_folder import work_folder
+from moe.files import work_folder
 from tests.models.tiny import tiny_model
 from tests.processes import Command, start_torchrun
 from tests.serving.tiny_words import texts, word_tokenizer

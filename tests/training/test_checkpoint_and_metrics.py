@@ -124,11 +124,11 @@ def test_an_error_of_the_run_counts_more_than_one_of_the_checkpoint_it_left(tmp_
 def test_what_a_killed_run_left_is_removed_and_what_it_was_replacing_comes_back(tmp_path):
     good, replaced = save(tmp_path, 1)[2], save(tmp_path, 2)[2]
     for step in (2, 3):
-        work = tmp_path / f".step_{step:08d}.partial"
+        work = tmp_path / f".step_{step:08d}.12345678.partial"
         (work / "partial").mkdir(parents=True)
-        (work / ".stmoe-partial").touch()
+        (tmp_path / f".step_{step:08d}.lock").touch()
         (work / "partial" / "__0_0.distcp").write_text("half")
-    replaced.rename(tmp_path / ".step_00000002.partial" / "replaced")
+    replaced.rename(tmp_path / ".step_00000002.12345678.partial" / "replaced")
     with CheckpointWriter(tmp_path, keep=2):
         pass
     assert sorted(tmp_path.iterdir()) == [good, replaced]

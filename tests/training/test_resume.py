@@ -111,7 +111,7 @@ def test_a_run_that_is_asked_to_end_loses_no_step_and_may_go_on_without_batches_
     inputs, unstopped, tmp_path
 ):
     out = tmp_path / "run"
-    more = ("--training.checkpoint_every", "1000", "--data.workers", "1")
+    more = ("--training.checkpoint_every", "1000")
     ended = stop_when(lambda: last_step(out) >= 3, signal.SIGINT, inputs, out, *more)
     assert ended.returncode == 128 + signal.SIGINT, ended.stderr
     assert "Stopped after step" in ended.stderr

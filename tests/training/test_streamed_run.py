@@ -53,7 +53,7 @@ def test_a_killed_run_goes_on_at_the_exact_example_with_and_without_its_tokens(i
     pretrain.main(arguments(inputs, whole))
     for name, tokens_are_lost in (("kept", False), ("lost", True)):
         out = tmp_path / name
-        run = Command("stmoe", ["pretrain", *arguments(inputs, out, "--data.workers", 1)])
+        run = Command("stmoe", ["pretrain", *arguments(inputs, out)])
         run.wait_for(lambda out=out: len(losses(out)) >= 9)
         run.send_signal(signal.SIGKILL)
         run.finish()
@@ -72,37 +72,3 @@ def test_a_stream_and_a_corpus_are_mixed_by_rates(inputs, tmp_path):
     for rates in ([], ["--data.rates", "[1]"], ["--data.rates", "[1, 0]"]):
         with pytest.raises(ConfigError, match=r"data\.rates"):
             pretrain.main(arguments(inputs, tmp_path / "other", *several, *rates))
-
-
-def test_a_stream_and_a_corpus_are_mixed_by_their_sizes(inputs, tmp_path):
-    several = ("--corpus", inputs["rows"], inputs["corpus"])
-    proportional = tmp_path / "proportional"
-    pretrain.main(arguments(inputs, proportional, *several, "--data.temperature", 1))
-    assert len(losses(proportional)) == 21
-
-    # Any number of tokens to the power 1e-30 is one.
-    even = tmp_path / "even"
-    pretrain.main(arguments(inputs, even, *several, "--data.temperature", "1e30"))
-    equal = tmp_path / "equal"
-    pretrain.main(arguments(inputs, equal, *several, "--data.rates", "[1, 1]"))
-    assert losses(even) == losses(equal) != losses(proportional)
-
-
-def test_corpora_that_cannot_be_mixed_by_size_are_refused(inputs, tmp_path):
-    table = write(tmp_path / "table.csv", [{"body": "w1 w2 w3", "number": 1}] * 600)
-    blank = write(tmp_path / "blank.jsonl", [{"body": " "}] * 600 + [{"body": "w1 w2 w3"}] * 600)
-    for corpora, setting, problem in (
-        ([inputs["rows"]], [], "one corpus"),
-        ([inputs["rows"], inputs["corpus"]], ["--data.rates", "[1, 1]"], r"data\.rates is \[1"),
-        ([inputs["rows"], table], [], r"table\.csv is unknown"),
-        ([inputs["rows"], blank], [], r"blank\.jsonl cannot be estimated"),
-    ):
-        several = ("--corpus", *corpora, "--data.temperature", 2, *setting)
-        with pytest.raises(ConfigError, match=problem):
-            pretrain.main(arguments(inputs, tmp_path / "run", *several))
-
-
-def test_a_setting_of_streams_is_refused_without_one(inputs, tmp_path):
-    for setting in (("--data.bad_rows", "skip"), ("--data.shuffle_rows", 7), ("--column", "body")):
-        with pytest.raises(ConfigError, match=setting[0].removeprefix("--data.")):
-            pretrain.main(pretrain_arguments(inputs, tmp_path / "run", *setting))

@@ -15,7 +15,7 @@ from pydantic import Field
 from moe.checks import shown
 from moe.errors import DataError
 from moe.files import whole_file
-from moe.opening import open_to_read, open_to_write
+from moe.opening import open_to_write
 from moe.parsing import parse_json, read_text, to_record
 from stmoe_eval.answers.inference import AS_SAVED, Inference
 from stmoe_eval.answers.likelihood import ChoiceLikelihood, Normalization, Scoring
@@ -276,7 +276,7 @@ def check_inference_of_file(path: Path, model: str, inference: Inference) -> Non
         DataError: Names both settings.
     """
     try:
-        with open(path, encoding="utf-8", opener=open_to_read) as file:
+        with path.open(encoding="utf-8") as file:
             value = _parse_line(path, 1, file.readline())
         header = to_record(Header, value, where=f"{path}, line 1", advice=_ADVICE)
     except (OSError, ValueError):
