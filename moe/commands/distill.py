@@ -20,11 +20,9 @@ from pathlib import Path
 from transformers.utils import logging
 
 from moe.checkpoint.loading import check_model_folder
-from moe.checks import check_choice
 from moe.checksums import write_sums
 from moe.commands import finetune, pretrain
 from moe.commands.surgery_report import REPORT_FILE, SurgeryReport, compare, measure, size_rows
-from moe.convert.formats import convert_checkpoint
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import BatchSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
@@ -45,7 +43,6 @@ from moe.surgery.distillation import (
     Distillation,
     DistillationSettings,
     TaughtSource,
-    cached_teacher,
     load_teacher,
     teacher_config,
 )
@@ -101,12 +98,6 @@ def distill_command(*, is_pairs: bool) -> RecipeCommand[DistillRecipe | DistillP
     command.add_argument("--corpus", type=Path, help="folder made by stmoe corpus")
     finetune.add_pair_options(command, instead="--corpus")
     command.add_argument("--out", type=str, required=True, help="folder of the run")
-    command.add_argument(
-        "--save_as",
-        type=str,
-        default="ours",
-        help="t5 also writes the student as transformers' T5, to out/t5 (ours)",
-    )
     command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     command.add_timeout()
     return command
@@ -150,11 +141,6 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
             if not (model / REPORT_FILE).exists():
                 command = shlex.join(["stmoe", "distill", *argv])
                 print(write_report(run, arguments.teacher, model, command, start))
-            if arguments.save_as == "t5":
-                with whole_folder(out / "t5", kind="model") as folder:
-                    convert_checkpoint(model, folder, form="t5")
-                    write_sums(folder)
-                print(f"As transformers' T5 it is in {out / 't5'}.")
 
         broadcast_from_rank_zero(finish)
 
@@ -163,19 +149,16 @@ def check_options(
     recipe: DistillRecipe | DistillPairsRecipe, arguments: Namespace, typed: set[str]
 ) -> None:
     """Raises a ConfigError for options that exclude each other or would change nothing."""
-    check_choice("--save_as", arguments.save_as, ["ours", "t5"])
     if (arguments.corpus is None) == (arguments.train is None):
         given = "both" if arguments.corpus else "none"
         raise ConfigError(
             f"Expected one of --corpus and --train to train on, got {given}. Give one of them."
         )
-    settings = recipe.distillation
     without_effect = {
         "dev": arguments.corpus and "with --corpus",
         "dev_share": arguments.corpus and "with --corpus",
         "columns": arguments.corpus and "with --corpus",
         "distillation.init": arguments.student and "with --student, which has weights",
-        "distillation.top_n": not settings.cached_batches and "without distillation.cached_batches",
     }
     for name, reason in without_effect.items():
         if reason and name in typed:
@@ -183,17 +166,15 @@ def check_options(
 
 
 def check_models(arguments: Namespace) -> None:
-    """Raises a ConfigError for a teacher or student that do not fit each other or the format."""
+    """Raises a ConfigError for a teacher and student that do not fit each other."""
     folder, student = arguments.teacher, arguments.student
     check_model_folder(folder)
     teacher = teacher_config(folder)
     if student is None:
-        config = student_config(teacher)
-        obstacles = dense_obstacles(teacher)
+        student_config(teacher)
     else:
         check_model_folder(student)
         config = STMoEConfig.from_pretrained(student)
-        obstacles = [f"it has {config.num_experts} experts"] if config.num_experts else []
         if config.vocab_size != teacher.vocab_size:
             raise ConfigError(
                 f"The student in {student} has {config.vocab_size} tokens (vocab_size), the teacher in {folder} has "
@@ -204,11 +185,6 @@ def check_models(arguments: Namespace) -> None:
                 f"The tokenizers in {folder} and {student} differ; expected the same one. "
                 "Give models with the same tokenizer."
             )
-    if arguments.save_as == "t5" and obstacles:
-        raise ConfigError(
-            f"The student of {folder} cannot be saved as a T5: {'; '.join(obstacles)}. Leave out --save_as t5: our "
-            "format has sparse layers of one expert for it."
-        )
 
 
 # ---------------------------------------------------------------------------
@@ -287,9 +263,6 @@ def prepare_student(
 
 def with_teacher(run: Run, settings: DistillationSettings, teacher: Path, world: World) -> Run:
     """Returns a run whose loss includes the teacher's probabilities."""
-    if settings.cached_batches:
-        source = cached_teacher(teacher, run.source, world.device_type, settings)
-        return run._replace(source=source, forward=Distillation(settings))
     model = load_teacher(teacher, world.device_type, run.built.mesh)
     source = TaughtSource(run.source, teacher)
     return run._replace(source=source, forward=Distillation(settings, model))

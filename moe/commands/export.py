@@ -122,7 +122,7 @@ def _refuse_sparse(source: str) -> None:
 
 def _load(source: str) -> STMoEForConditionalGeneration:
     """Returns a model of ours in float32, whose experts drop nothing."""
-    model = load_model(source, dropless=True, dtype=torch.float32).eval()
+    model = load_model(source, dropless=True, dtype=torch.float32)
     if not isinstance(model, STMoEForConditionalGeneration):
         raise ConfigError(
             f"{type(model).__name__} cannot be exported in this format; expected a T5, a Switch or a model of ours."

@@ -11,7 +11,7 @@ A line of answers.jsonl has the keys of its request, and the answer as `targets`
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
 from itertools import chain, islice, tee
@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 from tqdm import tqdm
 from transformers.utils import logging
 
-from moe.checkpoint.loading import load_model_on_mesh
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
 from moe.commands.served_model import add_model_options
@@ -35,12 +33,13 @@ from moe.distributed.launch import World, launch
 from moe.distributed.mesh import MeshConfig, build_mesh, check_mesh
 from moe.errors import ConfigError, DataError
 from moe.files import output_path
-from moe.hosts.answering import load_to_answer
+from moe.hosts.all_hosts import load_model
+from moe.hosts.answering import fastest_device, load
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits
 from moe.parsing import open_data
 from moe.serving.answer_file import answer_record, open_answers, with_line
-from moe.serving.batch_generator import BatchGenerator, Item, Request, encode_items
+from moe.serving.batch_generator import Item, search_beams
 from moe.serving.engine import Answer
 from moe.serving.languages import read_languages
 from moe.serving.request_file import Line, is_table, read_lines, read_requests
@@ -48,6 +47,9 @@ from moe.serving.sampling import Sampling
 
 Answered = tuple[int, dict[str, Any], Answer]
 """A line with the answer instead of its request."""
+
+AnswerAll = Callable[[Iterable[tuple[int, Item]]], Iterator[Answer]]
+"""Yields the answer to each numbered request, in order."""
 
 _ROUND = 16
 """Requests of a rank between two exchanges of answers, as a multiple of the batch."""
@@ -228,16 +230,25 @@ def _answerer(
     options: Any, sampling: Sampling, world: World
 ) -> Callable[[Iterator[Line]], Iterator[Answered]]:
     """Returns a function that yields each line with its answer, in order; the model is loaded."""
+    mesh = None
+    group = None
+    if options.ep > 1:
+        config = STMoEConfig.from_pretrained(options.model)
+        mesh_config = MeshConfig(ep=options.ep, dp_replicate=max(1, world.size // options.ep))
+        check_mesh(mesh_config, mesh_limits(config, world.size))
+        mesh = build_mesh(mesh_config, world.device_type)
+        group = torch.distributed.group.WORLD
+    settings: dict[str, Any] = {"max_batch": options.batch_size, "max_input": options.max_input}
     if options.num_beams > 1:
-        answer_all = partial(
-            _search_beams, options, load_to_answer(options.model, mmap=options.mmap)
-        )
-    elif world.size > 1 or options.ep > 1:
-        answer_all = partial(
-            _map_over_ranks, options, _load_on_ranks(options, sampling, world), world
-        )
+        model = load_model(options.model, device=fastest_device(), dropless=True, mmap=options.mmap)
+        settings |= {"num_beams": options.num_beams, "max_new_tokens": options.max_new_tokens}
+        settings |= {"languages": read_languages(options.model)}
+        answer_all = partial(search_beams, model, load_tokenizer(options.model), **settings)
     else:
-        answer_all = _load_generator(options, sampling).map_numbered
+        settings |= {"mesh": mesh, "mmap": options.mmap, "group": group, **vars(sampling)}
+        answer_all = load(options.model, **settings).map_numbered
+    if world.size > 1:
+        answer_all = partial(_map_over_ranks, answer_all, world, _ROUND * options.batch_size)
 
     def answer_lines(lines: Iterator[Line]) -> Iterator[Answered]:
         lines, sent = tee(lines)
@@ -248,78 +259,11 @@ def _answerer(
     return answer_lines
 
 
-def _load_generator(
-    options: Any, sampling: Sampling, model: Any = None, group: ProcessGroup | None = None
-) -> BatchGenerator:
-    """Returns the generator of a model, which is loaded unless given."""
-    return BatchGenerator(
-        model or load_to_answer(options.model, mmap=options.mmap),
-        load_tokenizer(options.model),
-        languages=read_languages(options.model),
-        max_batch=options.batch_size,
-        max_input=options.max_input,
-        group=group,
-        **vars(sampling),
-    )
-
-
-def _load_on_ranks(options: Any, sampling: Sampling, world: World) -> BatchGenerator:
-    """Returns this rank's generator; with --ep it has a part of the experts."""
-    if options.ep == 1:
-        return _load_generator(options, sampling)
-    config = STMoEConfig.from_pretrained(
-        options.model, dispatch="ragged", eval_capacity_factor=None, expert_capacity=None
-    )
-    mesh_config = MeshConfig(ep=options.ep, dp_replicate=max(1, world.size // options.ep))
-    check_mesh(mesh_config, mesh_limits(config, world.size))
-    mesh = build_mesh(mesh_config, world.device_type)
-    model, _ = load_model_on_mesh(options.model, mesh, config=config, gather=False)
-    return _load_generator(options, sampling, model, torch.distributed.group.WORLD)
-
-
 def _map_over_ranks(
-    options: Any, generator: BatchGenerator, world: World, numbered: Iterator[tuple[int, Item]]
+    answer_all: AnswerAll, world: World, size: int, numbered: Iterator[tuple[int, Item]]
 ) -> Iterator[Answer]:
-    """Yields all answers on every rank; each rank answers an equal part of every round."""
-    size = _ROUND * options.batch_size * world.size
-    while chunk := list(islice(numbered, size)):
-        part = list(generator.map_numbered(chunk[world.rank :: world.size]))
+    """Yields all answers on every rank; each rank answers `size` requests of every round."""
+    while chunk := list(islice(numbered, size * world.size)):
+        part = list(answer_all(chunk[world.rank :: world.size]))
         parts = gather_or_raise(lambda part=part: part)
         yield from sorted(chain.from_iterable(parts), key=lambda answer: answer.number)
-
-
-def _search_beams(
-    options: Any, model: Any, numbered: Iterator[tuple[int, Item]]
-) -> Iterator[Answer]:
-    """Yields the answers of a beam search, in static batches of similar lengths."""
-    tokenizer = load_tokenizer(options.model)
-    languages = read_languages(options.model)
-    while chunk := list(islice(numbered, _ROUND * options.batch_size)):
-        answers: dict[int, Answer] = {}
-        inputs: list[tuple[int, list[int]]] = []
-        items = [item for _, item in chunk]
-        all_tokens = encode_items(tokenizer, items, options.max_input, languages)
-        for (number, item), tokens in zip(chunk, all_tokens, strict=True):
-            if isinstance(tokens, DataError):
-                answers[number] = Answer(number, error=str(tokens))
-            elif isinstance(item, Request) and item.sampling is not None:
-                error = "sampling cannot be combined with --num-beams."
-                answers[number] = Answer(number, error=error)
-            else:
-                inputs.append((number, tokens))
-        inputs.sort(key=lambda pair: len(pair[1]))
-        for start in range(0, len(inputs), options.batch_size):
-            batch = inputs[start : start + options.batch_size]
-            rows = {"input_ids": [tokens for _, tokens in batch]}
-            encoded = tokenizer.pad(rows, return_tensors="pt").to(model.device)
-            generated = model.generate(
-                input_ids=encoded["input_ids"],
-                attention_mask=encoded["attention_mask"],
-                max_new_tokens=options.max_new_tokens,
-                num_beams=options.num_beams,
-            )
-            decoded = tokenizer.batch_decode(generated, skip_special_tokens=True)
-            for (number, _), text in zip(batch, decoded, strict=True):
-                answers[number] = Answer(number, text)
-        for number, _ in chunk:
-            yield answers[number]

@@ -5,18 +5,13 @@ stmoe prune --from runs/base/model --to runs/pruned --budget 40 --floor 2 --pair
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
-from moe.checkpoint.loading import load_complete
-from moe.cli import Parser, integer, real
+from moe.cli import Parser, integer
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
-from moe.data.pipeline import Batch
-from moe.errors import ConfigError
-from moe.models.modeling import STMoEForConditionalGeneration
-from moe.surgery.expert_scores import SCORES
-from moe.surgery.prune import ChosenExperts, Pruning, choose_experts, prune_checkpoint
+from moe.hosts.all_hosts import load_model
+from moe.surgery.prune import SCORE_NAMES, ChosenExperts, Pruning, choose_experts, prune_checkpoint
 from moe.tracing.examples import generated_batches
 from moe.tracing.recorder import TracedBatch
 from moe.tracing.trace import layer_name
@@ -30,93 +25,45 @@ def build_parser() -> Parser:
     parser = Parser(prog="stmoe prune", description="Removes experts of a sparse model.")
     add_surgery_options(parser, "folder or hub name of a sparse model, ours or a Switch")
     parser.add_argument(
-        "--score", choices=SCORES.names(), default="reap", help="what rates the experts (reap)"
+        "--score", choices=SCORE_NAMES, default="reap", help="what rates the experts (reap)"
     )
-    parser.add_argument(
-        "--decoder-reads",
-        choices=("targets", "answers", "both"),
-        help="what the decoder reads for the score: targets, the model's own greedy answers, or both (both)",
-    )
-
-    # How many experts stay.
-    parser.add_argument("--keep", type=integer(least=1), help="experts of every sparse layer")
-    for stack in ("encoder", "decoder"):
-        parser.add_argument(
-            f"--{stack}-keep",
-            type=integer(least=1),
-            help=f"experts of every sparse layer of the {stack}",
-        )
-    parser.add_argument(
+    number = parser.add_mutually_exclusive_group(required=True)
+    number.add_argument("--keep", type=integer(least=1), help="experts of every sparse layer")
+    number.add_argument(
         "--budget",
         type=integer(least=1),
         help="experts of all layers together; layers with evenly spread scores keep more",
     )
     parser.add_argument(
-        "--least-share",
-        type=real(above=0, most=1),
-        help="least score of an expert that stays, as a share of its layer's mean score",
-    )
-    parser.add_argument(
         "--floor",
         type=integer(least=1),
-        help="least experts of a layer with --budget or --least-share (4)",
+        default=4,
+        help="least experts of a layer with a budget (4)",
     )
-    parser.add_argument(
-        "--seed", type=integer(least=0, most=2**32 - 1), help="of --score random (0)"
-    )
+    parser.add_argument("--seed", type=integer(least=0), default=0, help="of --score random (0)")
     return parser
 
 
 def main(argv: list[str]) -> None:
     """Removes experts of a model, and prints which, and what that changed.
 
-    Args:
-        argv: The options.
+    The experts are scored on the examples on which the losses are measured; the decoder reads the
+    targets and, in a second pass, the model's own answers.
     """
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    if options.floor is not None and options.budget is None and options.least_share is None:
-        raise ConfigError("--floor has no effect without --budget or --least-share.")
-    is_random = options.score == "random"
-    if options.seed is not None and not is_random:
-        raise ConfigError("--seed has no effect without --score random.")
-    if options.decoder_reads is not None and is_random:
-        raise ConfigError("--decoder-reads has no effect with --score random, which reads nothing.")
-    settings = {field.name: getattr(options, field.name) for field in fields(Pruning)}
-    pruning = Pruning(**{name: value for name, value in settings.items() if value is not None})
+    options = build_parser().parse_args(argv)
+    names = ("score", "keep", "budget", "floor", "seed")
+    pruning = Pruning(**{name: getattr(options, name) for name in names})
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Scores the experts, and writes the pruned model."""
-        model = load_complete(STMoEForConditionalGeneration, options.source)
-        examples = calibration_batches(model, batches, options.decoder_reads or "both")
-        chosen = choose_experts(model, examples, pruning)
+        model = load_model(options.source)
+        answers = generated_batches(model, batches, max_tokens=_ANSWER_TOKENS)
+        chosen = choose_experts(model, [each.batch for each in (*batches, *answers)], pruning)
         del model
         prune_checkpoint(options.source, folder, chosen.kept)
-        return SurgeryResult(
-            origins=chosen.kept,
-            tables=[ReportTable(_HEADER, removed_rows(chosen))],
-            notes=["Scores and losses were computed on the same examples."],
-        )
+        return SurgeryResult(chosen.kept, [ReportTable(_HEADER, removed_rows(chosen))])
 
-    perform_surgery("prune", argv, options, parser, operate, needs_text=True, check=pruning.numbers)
-
-
-def calibration_batches(
-    model: STMoEForConditionalGeneration, batches: Sequence[TracedBatch], decoder_reads: str
-) -> list[Batch]:
-    """Returns the batches that rate the experts.
-
-    Args:
-        model: The model, which generates the answers.
-        batches: With the targets as labels.
-        decoder_reads: `targets`, the model's own `answers`, or `both`.
-    """
-    examples: list[TracedBatch] = []
-    if decoder_reads != "answers":
-        examples += batches
-    if decoder_reads != "targets":
-        examples += generated_batches(model, batches, max_tokens=_ANSWER_TOKENS)
-    return [traced.batch for traced in examples]
+    perform_surgery("prune", argv, options, operate, needs_text=True, check=pruning.numbers)
 
 
 def removed_rows(chosen: ChosenExperts) -> list[list[str]]:

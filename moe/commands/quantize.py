@@ -64,4 +64,4 @@ def main(argv: list[str]) -> None:
         quantize_checkpoint(options.source, folder, quantization, whole=options.all)
         return SurgeryResult()
 
-    perform_surgery("quantize", argv, options, parser, operate)
+    perform_surgery("quantize", argv, options, operate)

@@ -12,10 +12,8 @@ from pathlib import Path
 from moe.checks import check
 from moe.cli import Parser, integer, real
 from moe.commands.served_model import add_model_options
-from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError
-from moe.hosts.answering import load_to_answer
-from moe.serving.languages import read_languages
+from moe.hosts.answering import load
 from moe.serving.sampling import Sampling
 
 
@@ -52,7 +50,7 @@ def main(argv: list[str]) -> None:
     """
     options = build_parser().parse_args(argv)
     try:
-        from moe.serving.server import CompletionServer, Limits, run_server
+        from moe.serving.server import CompletionServer, run_server
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"stmoe serve needs starlette and uvicorn: pip install 'stmoe[serve]'. ({error})"
@@ -66,12 +64,16 @@ def main(argv: list[str]) -> None:
     # A page on the web cannot reach a local server by a name of its own.
     hosts = ("localhost", "127.0.0.1", "[::1]", options.host)
     server = CompletionServer(
-        load_to_answer(options.model, mmap=options.mmap),
-        load_tokenizer(options.model),
+        load(
+            options.model,
+            mmap=options.mmap,
+            max_batch=options.max_batch,
+            max_input=options.max_input,
+            **vars(Sampling(max_new_tokens=options.max_new_tokens)),
+        ),
         Path(options.model).resolve().name,
-        defaults=Sampling(max_new_tokens=options.max_new_tokens),
-        limits=Limits(options.max_batch, options.queue, options.max_input, options.timeout),
-        languages=read_languages(options.model),
+        max_open=options.queue,
+        timeout=options.timeout,
         hosts=hosts if ip_address(host).is_loopback else ("*",),
     )
     print(f"Serving {options.model} at http://{host}:{port}. Ctrl-C ends it.", flush=True)

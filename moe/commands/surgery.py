@@ -31,9 +31,6 @@ from moe.tracing.recorder import TracedBatch
 Operate = Callable[[Path, Sequence[TracedBatch]], SurgeryResult]
 """Writes the changed model into an empty folder, given the examples; there are none without text."""
 
-DATA_OPTIONS = ("split", "examples", "inputs_length", "noise_density", "batch_size")
-"""Options that have no effect without data."""
-
 
 def add_surgery_options(parser: Parser, what: str) -> None:
     """Adds the options for the model before, the folder of the model after, and the data of both.
@@ -47,16 +44,10 @@ def add_surgery_options(parser: Parser, what: str) -> None:
     add_inputs(parser, required=False)
 
 
-def has_text(options: Namespace) -> bool:
-    """Returns whether the options of `add_surgery_options` give data."""
-    return bool(options.corpus or options.text or options.pairs or options.task)
-
-
 def perform_surgery(
     verb: str,
     argv: Sequence[str],
     options: Namespace,
-    parser: Parser,
     operate: Operate,
     *,
     needs_text: bool = False,
@@ -68,21 +59,30 @@ def perform_surgery(
         verb: Name of the command.
         argv: Its arguments, for the report.
         options: Parsed options, among them those of `add_surgery_options`.
-        parser: Their parser, which knows the defaults.
         operate: Writes the changed model.
         needs_text: Whether the change itself depends on data.
         check: Raises a ConfigError for a model that cannot be changed this way.
 
     Raises:
-        ConfigError: When an option has no effect, data is missing, or the target exists.
+        ConfigError: When data is missing, or the target exists.
         CheckpointError: When the model before is missing or damaged.
         DataError: When the data is missing, or not text.
     """
     start = time.perf_counter()
-    _refuse_t5x(options.source)
+    if is_t5x(options.source):
+        raise ConfigError(
+            f"--from {options.source} is a checkpoint of T5X. Convert it first: "
+            f"stmoe convert --from {options.source} --to MODEL"
+        )
     if check is not None:
         check(STMoEConfig.from_pretrained(options.source))
-    _check_options(verb, options, parser, needs_text=needs_text)
+    has_text = bool(options.corpus or options.text or options.pairs or options.task)
+    if needs_text and not has_text:
+        raise ConfigError(
+            f"stmoe {verb} needs text, from which it measures the experts. Give --corpus, --text, "
+            "--pairs or --task."
+        )
+    check_inputs_options(options)
     inputs = [options.source, options.corpus, options.pairs]
     target = new_model_folder(options.to, inputs)
 
@@ -91,7 +91,7 @@ def perform_surgery(
         before = None
         text = ""
         batches: list[TracedBatch] = []
-        if has_text(options):
+        if has_text:
             files = find_tokenizer_files(options.source, {}).values()
             tokenizer = next((path.parent for path in files), Path(options.source))
             inspected = with_tokenizer(tokenizer, load_model(options.source), options.source)
@@ -120,32 +120,4 @@ def perform_surgery(
         write_sums(folder)
 
     print(report)
-    for note in result.notes:
-        print(note)
     print(f"The model is in {target}.")
-
-
-def _refuse_t5x(source: str) -> None:
-    if is_t5x(source):
-        raise ConfigError(
-            f"--from {source} is a checkpoint of T5X. Convert it first: "
-            f"stmoe convert --from {source} --to MODEL"
-        )
-
-
-def _check_options(verb: str, options: Namespace, parser: Parser, *, needs_text: bool) -> None:
-    """Raises a ConfigError for missing text, or an option without effect."""
-    if has_text(options):
-        check_inputs_options(options)
-        return
-    if needs_text:
-        raise ConfigError(
-            f"stmoe {verb} needs text, from which it measures the experts. Give --corpus, --text, "
-            "--pairs or --task."
-        )
-    for name in DATA_OPTIONS:
-        if getattr(options, name) != parser.get_default(name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} has no effect without text. Leave it out, or give "
-                "--corpus, --text, --pairs or --task."
-            )

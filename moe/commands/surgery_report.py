@@ -15,7 +15,7 @@ from moe.files import write_text
 from moe.hosts.all_hosts import count_parameters, find_class
 from moe.hosts.model import SparseHost
 from moe.inspection.tables import format_table
-from moe.models.card import model_card, write_card
+from moe.models.card import host_card, model_card, write_card
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import find_weight_files
 from moe.parsing import to_json
@@ -33,22 +33,6 @@ _ROUTING_HEADER = [
     "first expert changed",
     "busiest expert (1.0: equal shares)",
 ]
-_HOST_CARD = """---
-library_name: transformers
----
-# {0}
-
-A model of transformers with sparse feed-forward layers of the library `moe`:
-
-```python
-from moe.hosts.all_hosts import load_model
-
-model = load_model(FOLDER)
-```
-
-## Surgery
-
-{1}"""
 _CONFIDENCE = 0.95
 _ANSWER_TOKENS = 32
 
@@ -67,12 +51,10 @@ class SurgeryResult(NamedTuple):
         origins: <int64>[E after] for each router whose rows moved: the number that each row had
             before. Layers that are not named kept their rows.
         tables: Further tables.
-        notes: Sentences to print last.
     """
 
     origins: Mapping[LayerKey, Tensor] = MappingProxyType({})
     tables: Sequence[ReportTable] = ()
-    notes: Sequence[str] = ()
 
 
 class Measured(NamedTuple):
@@ -221,11 +203,11 @@ class SurgeryReport:
         content = json.dumps(to_json(self), indent=1, ensure_ascii=False)
         write_text(folder / REPORT_FILE, content + "\n")
         model_class = find_class(folder)
+        sections = {"Surgery": self.markdown()}
         if issubclass(model_class, SparseHost):
-            card = _HOST_CARD.format(model_class.__name__, self.markdown())
+            card = host_card(model_class.__name__, sections)
         else:
-            config = STMoEConfig.from_pretrained(folder)
-            card = model_card(config, sections={"Surgery": self.markdown()})
+            card = model_card(STMoEConfig.from_pretrained(folder), sections=sections)
         write_card(folder, card)
 
 

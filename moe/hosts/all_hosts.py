@@ -13,9 +13,16 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import moe.hosts.records
-from moe.checkpoint.loading import check_model_folder, load_complete, load_mapped
+from moe.checkpoint.loading import (
+    check_model_folder,
+    load_complete,
+    load_mapped,
+    load_model_on_mesh,
+)
 from moe.checks import shown
+from moe.distributed.mesh import Mesh
 from moe.errors import ConfigError, did_you_mean
+from moe.files import find_model
 from moe.hosts.model import HOSTS, SparseHost
 from moe.hosts.settings import HostSettings
 from moe.models.configuration import STMoEConfig
@@ -58,36 +65,48 @@ def find_host(model_type: Any) -> type[SparseHost]:
 
 
 def load_model(
-    source: Path | str, *, dropless: bool = False, mmap: bool = False, **options: Any
+    source: Path | str,
+    *,
+    mesh: Mesh | None = None,
+    device: torch.device | str | None = None,
+    dropless: bool = False,
+    mmap: bool = False,
+    **options: Any,
 ) -> Any:
-    """Returns a model of this library, one that it converts, or a host, dense or sparse.
-
-    After `import moe.hosts.all_hosts` transformers' AutoModelForSeq2SeqLM loads sparse hosts, too;
-    before that it raises, because it does not know the `model_type`.
+    """Returns a model of this library, one that it converts, or a host, in evaluation mode.
 
     Args:
-        source: A folder, or a name of the hub.
+        source: `names`, which comes with the library, a folder, or a name of the hub.
+        mesh: Ranks that share the experts of a model of ours in a folder, each of which keeps all
+            other weights; None for the whole model.
+        device: Device of the weights, without a mesh; None for the CPU.
         dropless: Whether experts have unlimited capacity in evaluation, regardless of config.json.
         mmap: Whether weights stay in their files until they are used, see `load_mapped`: for a
             folder of ours, on a CPU.
-        options: Arguments of `from_pretrained`.
+        options: Arguments of `from_pretrained`, e.g. `dtype`; with `mesh` or `mmap` only fields of
+            STMoEConfig that differ.
 
     Raises:
         ConfigError: When it is another kind of model, or a setting is invalid.
         CheckpointError: When there is no model, or weights are missing, unexpected or damaged.
     """
+    source = find_model(source)
     model_class = find_class(source, **options)
     if dropless:
         options |= _unlimited_capacity(model_class, source)
+    if mesh is not None:
+        config = STMoEConfig.from_pretrained(source, dispatch="ragged", **options)
+        return load_model_on_mesh(source, mesh, config=config, gather=False)[0]
     if mmap:
         return load_mapped(source, **options)
     if not Path(source).is_dir():
-        return model_class.from_pretrained(source, **options)
-    model = load_complete(model_class, source, **options)
-    if not isinstance(model, STMoEForConditionalGeneration):  # ours does both itself
-        refuse_not_finite(model, source)
-        align_weights(model)
-    return model
+        model = model_class.from_pretrained(source, **options)
+    else:
+        model = load_complete(model_class, source, **options)
+        if not isinstance(model, STMoEForConditionalGeneration):  # ours does both itself
+            refuse_not_finite(model, source)
+            align_weights(model)
+    return model if device is None else model.to(device)
 
 
 def find_class(source: Path | str, **download: Any) -> Any:

@@ -7,14 +7,22 @@ import torch
 
 from moe.convert.formats import find_tokenizer_files
 from moe.data.tokenizer import load_tokenizer
+from moe.distributed.mesh import Mesh
 from moe.files import find_model
 from moe.hosts.all_hosts import load_model
 from moe.serving.batch_generator import BatchGenerator
 from moe.serving.languages import read_languages
 
 
-def load(source: Path | str, **settings: Any) -> BatchGenerator:
-    """Returns a model that answers texts, on the fastest device.
+def load(
+    source: Path | str,
+    *,
+    mesh: Mesh | None = None,
+    device: torch.device | str | None = None,
+    mmap: bool = False,
+    **settings: Any,
+) -> BatchGenerator:
+    """Returns a model that answers texts, whose experts drop nothing.
 
     Example:
         from moe import load
@@ -23,6 +31,9 @@ def load(source: Path | str, **settings: Any) -> BatchGenerator:
 
     Args:
         source: `names`, which comes with the library, a folder, or a name of the hub.
+        mesh: Ranks that share the experts, see `load_model`; `group` is then a setting.
+        device: Device of the weights; None for the fastest.
+        mmap: Whether weights stay in their files until they are used, on a CPU.
         settings: Settings of `BatchGenerator`.
 
     Raises:
@@ -30,14 +41,13 @@ def load(source: Path | str, **settings: Any) -> BatchGenerator:
         DataError: When the tokenizer is missing or damaged.
     """
     source = find_model(source)
-    model = load_to_answer(source)
+    device = device or fastest_device()
+    model = load_model(source, mesh=mesh, device=device, dropless=True, mmap=mmap)
     tokenizer = next((path.parent for path in find_tokenizer_files(source, {}).values()), source)
-    return BatchGenerator(
-        model, load_tokenizer(tokenizer), languages=read_languages(source), **settings
-    )
+    languages = read_languages(source)
+    return BatchGenerator(model, load_tokenizer(tokenizer), languages=languages, **settings)
 
 
-def load_to_answer(source: Path | str, *, mmap: bool = False) -> Any:
-    """Returns a model whose experts drop nothing, on the fastest device that it may use."""
-    model = load_model(source, dropless=True, mmap=mmap).eval()
-    return model.to("cuda" if torch.cuda.is_available() and not mmap else "cpu")
+def fastest_device() -> str:
+    """Returns the type of the fastest device of this process."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -76,9 +76,9 @@ def _make_sparse(site: Site, host: Host, upcycling: Upcycling) -> None:
     up = torch.cat(first)  # [2F or F, D]
     weights: dict[str, Tensor] = {
         "gate_up_proj" if site.config.gated else "up_proj": expert_copies(
-            up, site.name, upcycling, F, is_down=False
+            up, upcycling, F, is_down=False
         ),
-        "down_proj": expert_copies(down, site.name, upcycling, F, is_down=True),
+        "down_proj": expert_copies(down, upcycling, F, is_down=True),
     }
     if experts.bias is not None:
         initial = 1.0 if site.config.expert_bias == "multiplicative" else 0.0

@@ -101,13 +101,39 @@ def model_card(
     kind = "sparse" if config.num_experts else "dense"
     title = f"# A {kind} encoder-decoder of {total:,} parameters\n"
     parts = [f"\n{title}\n| | |\n|---|---|\n{table}\n", _how_to_use(model_class)]
-    for name, text in (sections or {}).items():
-        parts.append(f"## {name}\n\n{text.rstrip()}\n")
+    parts += _sections(sections or {})
     limits = _limits(config, is_described=bool(sections))
     if limits:
         parts.append(limits)
     body = "\n".join(parts)
     return _seal(ModelCard(f"---\n{header.to_yaml()}\n---\n{body}"))
+
+
+def host_card(model_class: str, sections: Mapping[str, str]) -> str:
+    """Returns the text of README.md for a model of transformers with sparse layers.
+
+    Args:
+        model_class: Name of its class.
+        sections: Markdown by title.
+    """
+    body = f"""---
+library_name: transformers
+---
+# {model_class}
+
+A model of transformers with sparse feed-forward layers of the library `moe`:
+
+```python
+from moe.hosts.all_hosts import load_model
+
+model = load_model(FOLDER)
+```
+"""
+    return _seal(ModelCard("\n".join([body, *_sections(sections)])))
+
+
+def _sections(sections: Mapping[str, str]) -> list[str]:
+    return [f"## {name}\n\n{text.rstrip()}\n" for name, text in sections.items()]
 
 
 # ---------------------------------------------------------------------------

@@ -19,6 +19,9 @@ from moe.serving.sampling import Sampling, sampling_of
 _AHEAD = 32
 """Most requests that were read and not yet returned, as a multiple of the batch."""
 
+_BEAM_ROUND = 16
+"""Requests of a beam search that are sorted by length together, as a multiple of the batch."""
+
 _MOST_CHARACTERS = 64
 """Most characters of a text for each token that it may have; to count tokens takes seconds a megabyte."""
 
@@ -155,6 +158,64 @@ class BatchGenerator:
             sampling = own or sampling_of(self.sampling, number)
             self.engine.submit(number, tokens, sampling, stream=self.on_piece is not None)
         return refused
+
+
+def search_beams(
+    model: Any,
+    tokenizer: Any,
+    numbered: Iterable[tuple[int, Item]],
+    *,
+    num_beams: int,
+    max_new_tokens: int,
+    max_batch: int = 32,
+    max_input: int = 512,
+    languages: Languages | None = None,
+) -> Iterator[Answer]:
+    """Yields the answer of the model's own beam search to each numbered request, in order.
+
+    Args:
+        model: An encoder-decoder of transformers, dense or sparse.
+        tokenizer: Its tokenizer.
+        numbered: Requests without sampling, and their numbers.
+        num_beams: Beams of a request.
+        max_new_tokens: Most tokens of an answer.
+        max_batch: Requests of a batch, which have similar lengths.
+        max_input: Most tokens of a text. A longer one is refused, alone.
+        languages: Those of a model of names, which refuses other texts.
+    """
+    source = iter(numbered)
+    while chunk := list(islice(source, _BEAM_ROUND * max_batch)):
+        answers: dict[int, Answer] = {}
+        inputs: list[tuple[int, list[int]]] = []
+        items = [item for _, item in chunk]
+        all_tokens = encode_items(tokenizer, items, max_input, languages)
+        for (number, item), tokens in zip(chunk, all_tokens, strict=True):
+            if isinstance(tokens, DataError):
+                answers[number] = Answer(number, error=str(tokens))
+            elif isinstance(item, Request) and item.sampling is not None:
+                answers[number] = Answer(
+                    number, error="sampling cannot be combined with num_beams."
+                )
+            else:
+                inputs.append((number, tokens))
+
+        # Inputs of similar length share a batch.
+        inputs.sort(key=lambda pair: len(pair[1]))
+        for start in range(0, len(inputs), max_batch):
+            batch = inputs[start : start + max_batch]
+            rows = {"input_ids": [tokens for _, tokens in batch]}
+            encoded = tokenizer.pad(rows, return_tensors="pt").to(model.device)
+            generated = model.generate(
+                input_ids=encoded["input_ids"],
+                attention_mask=encoded["attention_mask"],
+                max_new_tokens=max_new_tokens,
+                num_beams=num_beams,
+            )
+            decoded = tokenizer.batch_decode(generated, skip_special_tokens=True)
+            for (number, _), text in zip(batch, decoded, strict=True):
+                answers[number] = Answer(number, text)
+        for number, _ in chunk:
+            yield answers[number]
 
 
 def encode_items(

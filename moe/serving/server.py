@@ -11,7 +11,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,18 +24,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from transformers import PreTrainedModel
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moe.checks import check, is_kind, shown
 from moe.errors import ConfigError, DataError, MoEError
 from moe.parsing import parse_json
-from moe.serving.batch_generator import encode_items
+from moe.serving.batch_generator import BatchGenerator, encode_items
 from moe.serving.completions import Completion, Envelope, Prompt, parse_completion
-from moe.serving.engine import Engine, Piece
+from moe.serving.engine import Piece
 from moe.serving.engine_thread import BusyError, EngineThread, FailedError, Pieces, Submission
-from moe.serving.languages import Languages
-from moe.serving.sampling import Sampling, sampling_of
+from moe.serving.sampling import sampling_of
 
 _log = logging.getLogger("uvicorn.error")
 
@@ -47,61 +44,37 @@ _LATE = "The answer took too long."
 _FAILED = "The server failed; its log says why."
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of what the server accepts.
-
-    Attributes:
-        max_batch: Most requests that run at a time.
-        max_open: Most requests that wait, run, or whose answers are being read.
-        max_input: Most tokens of a prompt.
-        timeout: Seconds for a client to send its request, for an answer, and for a client that
-            does not read.
-    """
-
-    max_batch: int = 32
-    max_open: int = 1024
-    max_input: int = 512
-    timeout: float = 120.0
-
-
 class CompletionServer:
     """Answers the requests for one model."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: Any,
+        generator: BatchGenerator,
         name: str,
         *,
-        defaults: Sampling,
-        limits: Limits,
-        languages: Languages | None = None,
+        max_open: int = 1024,
+        timeout: float = 120.0,
         hosts: Sequence[str] = ("*",),
     ) -> None:
-        """Prepares a model, which must not drop tokens.
+        """Prepares a model.
 
         Args:
-            model: An encoder-decoder.
-            tokenizer: Its tokenizer.
+            generator: The model with the settings of requests without their own; no answer is
+                longer.
             name: Its name in the API.
-            defaults: Settings of requests without their own; no answer is longer.
-            limits: Limits of a request.
-            languages: Those of a model of names, which refuses other texts.
+            max_open: Most requests that wait, run, or whose answers are being read.
+            timeout: Seconds after which a slow sender, an unfinished answer or a client that stops
+                reading is dropped.
             hosts: Names of the server in the header `Host`; `*` for any.
-
-        Raises:
-            ConfigError: When the model is not supported.
         """
-        self._embeddings: Any = model.get_input_embeddings()
-        self._tokenizer = tokenizer
+        self._generator = generator
+        self._tokenizer = generator.tokenizer
+        self._vocab_size = generator.engine.model.get_input_embeddings().weight.shape[0]
         self._name = name
         self._description = {"id": name, "object": "model", "created": 0, "owned_by": "stmoe"}
-        self._defaults = defaults
-        self._limits = limits
-        self._languages = languages
+        self._max_open = max_open
+        self._timeout = timeout
         self._hosts = hosts
-        self._engine = Engine(model, tokenizer, max_batch=limits.max_batch)
         self._thread: EngineThread
 
     def app(self) -> ASGIApp:
@@ -129,18 +102,19 @@ class CompletionServer:
         """Returns how uvicorn runs the application."""
         return uvicorn.Config(
             self.app(),
-            http=type("TimedProtocol", (_TimedProtocol,), {"timeout": self._limits.timeout}),
+            http=type("TimedProtocol", (_TimedProtocol,), {"timeout": self._timeout}),
             ws="none",
-            limit_concurrency=2 * self._limits.max_open,
-            timeout_graceful_shutdown=math.ceil(self._limits.timeout),
+            limit_concurrency=2 * self._max_open,
+            timeout_graceful_shutdown=math.ceil(self._timeout),
             access_log=False,
             log_level="warning",
         )
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        limits = self._limits
-        self._thread = EngineThread(self._engine, max_open=limits.max_open, timeout=limits.timeout)
+        self._thread = EngineThread(
+            self._generator.engine, max_open=self._max_open, timeout=self._timeout
+        )
         yield
         self._thread.stop()
 
@@ -148,7 +122,7 @@ class CompletionServer:
     # Routes
 
     async def _health(self, request: Request) -> Response:
-        state = {"open": self._thread.num_open, "max_open": self._limits.max_open}
+        state = {"open": self._thread.num_open, "max_open": self._max_open}
         problem = self._thread.problem
         return JSONResponse({**state, "problem": problem}, 200 if problem is None else 503)
 
@@ -162,7 +136,7 @@ class CompletionServer:
 
     async def _complete(self, request: Request) -> ASGIApp:
         body = await self._read(request)
-        completion = parse_completion(body, self._defaults, self._limits.max_open)
+        completion = parse_completion(body, self._generator.sampling, self._max_open)
         self._check_model(completion.model)
         prompts = await self._finish(self._tokenize(completion.prompts), request.receive)
         of_choices = [tokens for tokens in prompts for _ in range(completion.num_choices)]
@@ -196,7 +170,7 @@ class CompletionServer:
             raise HTTPException(415, f"content-type is {shown(kind)}; expected application/json.")
         body = bytearray()
         try:
-            async with asyncio.timeout(self._limits.timeout):
+            async with asyncio.timeout(self._timeout):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > _MOST_BYTES:
@@ -217,17 +191,17 @@ class CompletionServer:
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         """Returns the tokens of a prompt, or raises an error that says what is wrong with it."""
-        longest = self._limits.max_input
+        longest = self._generator.max_input
         if isinstance(prompt, str):
-            (tokens,) = encode_items(self._tokenizer, [prompt], longest, self._languages)
+            (tokens,) = encode_items(self._tokenizer, [prompt], longest, self._generator.languages)
             if isinstance(tokens, DataError):
                 raise tokens
             return tokens
         if len(prompt) > longest:
             raise ConfigError(f"prompt has {len(prompt)} tokens; expected at most {longest}.")
-        most = self._embeddings.weight.shape[0]
-        holds = all(is_kind(token, int) and 0 <= token < most for token in prompt)
-        check(holds, "prompt", prompt, f"a list of tokens between 0 and {most - 1}")
+        most = self._vocab_size - 1
+        holds = all(is_kind(token, int) and 0 <= token <= most for token in prompt)
+        check(holds, "prompt", prompt, f"a list of tokens between 0 and {most}")
         return prompt
 
     # -----------------------------------------------------------------------
@@ -235,7 +209,7 @@ class CompletionServer:
 
     async def _until_ended(self, number: int, pieces: Pieces) -> AsyncIterator[tuple[int, Piece]]:
         """Yields the pieces of some answers until all have ended."""
-        deadline = asyncio.get_running_loop().time() + self._limits.timeout
+        deadline = asyncio.get_running_loop().time() + self._timeout
         num_ended = 0
         while num_ended < number:
             try:
@@ -257,7 +231,7 @@ class CompletionServer:
         left = asyncio.ensure_future(receive())
         try:
             await asyncio.wait(
-                [task, left], timeout=self._limits.timeout, return_when=asyncio.FIRST_COMPLETED
+                [task, left], timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED
             )
             if not task.done():
                 raise ClientDisconnect if left.done() else HTTPException(504, _LATE)

@@ -4,7 +4,7 @@ Comes before `prune`, which scores experts by them. All of them are sums over to
 add up exactly over batches and ranks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,18 +16,15 @@ from torch.distributed import ProcessGroup
 from moe.data.pipeline import Batch
 from moe.distributed.collectives import reduce_from_tp_region, sum_each_over_ranks
 from moe.errors import DataError
+from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
 from moe.sparse.groups import to_groups
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import Router
-from moe.surgery.kept_output import without_labels
 from moe.tracing.recorder import evaluation_mode, unpacked
 from moe.tracing.trace import layer_name
-
-LayerReader = Callable[[SparseFeedForward, Tensor, RouterOutput], None]
-"""Called with a layer, its tokens <any float>[G, S, D] and its router's results."""
 
 
 class ExpertStatistics(NamedTuple):
@@ -40,7 +37,6 @@ class ExpertStatistics(NamedTuple):
         gate_sum: <float64>[E] sum of its gates.
         first_gate_sum: <float64>[E] sum of its gates where it is the first choice.
         gated_norm_sum: <float64>[E] sum of gate times the L2 norm of its output, before the gate.
-        output_sum: <float64>[E, D] sum of its outputs, before the gate.
     """
 
     num_tokens: Tensor
@@ -49,7 +45,6 @@ class ExpertStatistics(NamedTuple):
     gate_sum: Tensor
     first_gate_sum: Tensor
     gated_norm_sum: Tensor
-    output_sum: Tensor
 
 
 def expert_statistics(
@@ -74,11 +69,23 @@ def expert_statistics(
     """
     sums = {key: _no_tokens(layer) for key, layer in sparse_layers(model).items()}
 
-    def add(key: LayerKey, layer: SparseFeedForward, tokens: Tensor, output: RouterOutput) -> None:
-        of_batch = layer_statistics(layer, tokens, output)
+    def add(key: LayerKey, layer: Any, args: Any, output: Any) -> None:
+        x = args[0]  # [B, L, D]
+        router_output: RouterOutput = output[1]
+        sequences = router_output.plan.token_mask.shape[1] // x.shape[1]
+        of_batch = layer_statistics(layer, to_groups(x, sequences), router_output)
         sums[key] = ExpertStatistics(*map(torch.add, sums[key], of_batch))
 
-    read_layers(model, batches, {key: partial(add, key) for key in sums})
+    layers = sparse_layers(model)
+    edits = {key: partial(_dropless, layer.router) for key, layer in layers.items()}
+    with ExitStack() as stack, torch.no_grad():
+        for key, layer in layers.items():
+            stack.enter_context(layer.register_forward_hook(partial(add, key)))
+        stack.enter_context(edit_routing(model, edits))
+        stack.enter_context(evaluation_mode(model))
+        for batch in batches:
+            inputs = without_labels(model, unpacked(batch))
+            model(**inputs, logits_to_keep=1, use_cache=False, output_router_logits=True)
     for key, statistics in sums.items():
         sums[key] = ExpertStatistics(*sum_each_over_ranks(statistics, group))
         if not sums[key].num_tokens:
@@ -89,40 +96,20 @@ def expert_statistics(
     return sums
 
 
-@torch.no_grad()
-def read_layers(
-    model: STMoEForConditionalGeneration,
-    batches: Iterable[Batch],
-    readers: dict[LayerKey, LayerReader],
-) -> None:
-    """Calls the reader of every sparse layer on each batch, in evaluation mode, dropping no token.
-
-    Where experts choose their tokens, the capacity is the rule by which they choose, and stays.
-    """
-    layers = sparse_layers(model)
-    edits = {key: partial(_dropless, layer.router) for key, layer in layers.items()}
-    with ExitStack() as stack:
-        for key, reader in readers.items():
-            hook = partial(_read_layer, reader)
-            stack.enter_context(layers[key].register_forward_hook(hook))
-        stack.enter_context(edit_routing(model, edits))
-        stack.enter_context(evaluation_mode(model))
-        for batch in batches:
-            inputs = without_labels(model, unpacked(batch))
-            model(**inputs, logits_to_keep=1, use_cache=False, output_router_logits=True)
+def without_labels(model: STMoEForConditionalGeneration, batch: Batch) -> Batch:
+    """Returns inputs that route the same tokens, but have no loss."""
+    inputs = dict(batch)
+    labels = inputs.pop("labels")
+    inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    inputs["decoder_attention_mask"] = labels != IGNORED_LABEL
+    return inputs
 
 
 def _dropless(router: Router, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+    """Returns the plan without capacity, unless experts choose: there capacity is how they choose."""
     if router.experts_choose:
         return plan
     return router.assign(scores, plan.token_mask, drop_tokens=False)
-
-
-def _read_layer(reader: LayerReader, layer: Any, args: Any, output: Any) -> None:
-    x = args[0]  # [B, L, D]
-    router_output: RouterOutput = output[1]
-    sequences = router_output.plan.token_mask.shape[1] // x.shape[1]
-    reader(layer, to_groups(x, sequences), router_output)
 
 
 def layer_statistics(
@@ -154,7 +141,6 @@ def layer_statistics(
         gate_sum=zeros.index_add(0, expert, gate),
         first_gate_sum=zeros.index_add(0, first_expert, first_gate),
         gated_norm_sum=zeros.index_add(0, expert, gated_norm),
-        output_sum=output.new_zeros(E, output.shape[1]).index_add(0, expert, output),
     )
 
 
@@ -185,32 +171,6 @@ def choice_output(
     return reduce_from_tp_region(combined, layer.tp).unflatten(0, tokens.shape[:2])
 
 
-def expert_output(
-    layer: SparseFeedForward, tokens: Tensor, plan: DispatchPlan, expert: int
-) -> Tensor:
-    """Returns what one expert outputs for every real token, without a gate; see `choice_output`.
-
-    Args:
-        layer: The layer.
-        tokens: <any float>[G, S, D].
-        plan: A plan of these tokens without a capacity; says which are real.
-        expert: Number of the expert.
-
-    Returns:
-        <dtype of the products>[G, S, D]; zeros for padding.
-    """
-    accepted = plan.token_mask[..., None]  # [G, S, 1]
-    position = torch.arange(tokens.shape[1], device=tokens.device)[:, None]  # [S, 1]
-    everywhere = plan._replace(
-        expert_index=torch.full_like(accepted, expert, dtype=torch.int64),
-        slot=position.expand_as(accepted),
-        accepted=accepted,
-        combine_weight=accepted.to(plan.combine_weight.dtype),
-        requested=accepted,
-    )
-    return choice_output(layer, tokens, everywhere, 0)
-
-
 def _no_tokens(layer: SparseFeedForward) -> ExpertStatistics:
     """Returns the sums over no tokens."""
     E = layer.config.num_experts
@@ -224,5 +184,4 @@ def _no_tokens(layer: SparseFeedForward) -> ExpertStatistics:
         gate_sum=sums,
         first_gate_sum=sums,
         gated_norm_sum=sums,
-        output_sum=sums.new_zeros(E, layer.config.d_model),
     )

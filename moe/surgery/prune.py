@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.checks import check, check_integer, check_number
+from moe.checks import check, check_choice
 from moe.convert.formats import rewrite_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint, empty_weights, sparse_blocks
 from moe.data.pipeline import Batch
@@ -25,10 +25,10 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import load_routers
 from moe.sparse.editing import LayerKey
-from moe.surgery.expert_scores import SCORES, Calibration
+from moe.surgery.expert_statistics import ExpertStatistics, expert_statistics
 from moe.tracing.trace import STACKS, layer_name
 
-_RULES = ("keep", "encoder_keep", "decoder_keep", "budget", "least_share")
+_SPARSE = "sparse_feed_forward."
 
 
 @dataclass(frozen=True)
@@ -36,53 +36,35 @@ class Pruning:
     """Settings of a pruning: how experts are rated, and how many stay.
 
     Attributes:
-        score: Name in SCORES.
+        score: Name in SCORES, or `random`.
         keep: Experts that stay in each sparse layer.
-        encoder_keep: Instead: experts that stay in each sparse layer of the encoder; None keeps all.
-        decoder_keep: The same for the decoder.
         budget: Instead: experts that stay in all layers together. Every layer keeps the fewest of
             its best experts whose scores add up to a share of all its scores, and the share is the
             same in every layer.
-        least_share: Instead: an expert stays if its score is at least this times the mean score of
-            its layer.
-        floor: With a budget or least share, least experts of a layer.
+        floor: With a budget, least experts of a layer.
         seed: Seed of the score `random`.
 
     Source:
-        NLLB pruning (arXiv:2212.09811) §3: a fixed number for each layer or stack, or a global
-        threshold with at least 4 experts in a layer. Differs: no. `least_share`: task-specific
-        pruning (arXiv:2206.00277), beta. Differs: the caller prunes between windows of training.
+        NLLB pruning (arXiv:2212.09811) §3: a fixed number for each layer, or a global threshold with
+        at least 4 experts in a layer.
     """
 
     score: str = "reap"
     keep: int | None = None
-    encoder_keep: int | None = None
-    decoder_keep: int | None = None
     budget: int | None = None
-    least_share: float | None = None
     floor: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises a ConfigError when a value is out of range, or no option says how many experts to keep."""
-        SCORES.get(self.score)
-        for name in ("keep", "encoder_keep", "decoder_keep", "budget"):
-            check_integer(name, getattr(self, name), least=1, optional="None")
-        check_integer("floor", self.floor, least=1)
-        check_integer("seed", self.seed, least=0, most=2**63 - 1)
-        check_number("least_share", self.least_share, above=0, most=1, optional="None")
-
-        rules = {name: getattr(self, name) for name in _RULES}
-        given = {name: value for name, value in rules.items() if value is not None}
-        if len(given) != 1 and given.keys() != {"encoder_keep", "decoder_keep"}:
-            shown_rules = ", ".join(f"{name} {value}" for name, value in given.items())
+        """Raises a ConfigError when a value is out of range, or the number that stays is not given once."""
+        check_choice("score", self.score, SCORE_NAMES)
+        if (self.keep is None) == (self.budget is None):
             raise ConfigError(
-                f"{shown_rules or 'Nothing'} is given as the number of experts that stay; expected one of "
-                f"{', '.join(_RULES)}, or a number for both stacks."
+                f"keep is {self.keep} and budget is {self.budget}; expected one of them: how many experts stay."
             )
 
     def numbers(self, config: STMoEConfig) -> dict[LayerKey, int] | None:
-        """Returns how many experts each layer keeps; None where the scores decide.
+        """Returns how many experts each layer keeps; None with a budget, where the scores decide.
 
         Raises:
             ConfigError: When the model is dense, a router cannot lose experts, or a number does not
@@ -91,35 +73,24 @@ class Pruning:
         _check_layers(config)
         num_experts = experts_of_layers(config)
         total = sum(num_experts.values())
-        if self.budget is None and self.least_share is None:
-            numbers = self._fixed_numbers(num_experts)
-            for key, number in numbers.items():
-                _check_number(layer_name(key), number, num_experts[key], config)
+        least = self.floor if self.keep is None else self.keep
+        for key, number in num_experts.items():
+            _check_number(layer_name(key), min(least, number), number, config)
+        if self.keep is not None:
+            numbers = {key: min(self.keep, number) for key, number in num_experts.items()}
             removes = sum(numbers.values()) < total
-            check(removes, "experts to keep", total, f"fewer than the {total} that there are")
+            check(
+                removes, "keep", self.keep, f"less than the {max(num_experts.values())} there are"
+            )
             return numbers
 
         # Every layer gets the floor first.
-        largest = max(num_experts.values())
-        _check_number("each layer", self.floor, largest, config)
-        check(
-            self.floor < largest, "floor", self.floor, f"less than the {largest} experts there are"
+        smallest = sum(min(self.floor, number) for number in num_experts.values())
+        expected = (
+            f"{smallest} to {total - 1}, at least {self.floor} in each of {len(num_experts)} layers"
         )
-        if self.budget is not None:
-            least = sum(min(self.floor, number) for number in num_experts.values())
-            expected = f"{least} to {total - 1}, at least {self.floor} in each of {len(num_experts)} layers"
-            check(least <= self.budget < total, "budget", self.budget, expected)
+        check(smallest <= (self.budget or 0) < total, "budget", self.budget, expected)
         return None
-
-    def _fixed_numbers(self, num_experts: Mapping[LayerKey, int]) -> dict[LayerKey, int]:
-        keep = {"encoder": self.encoder_keep, "decoder": self.decoder_keep}
-        stacks = {stack for stack, _ in num_experts}
-        for stack, number in keep.items():
-            if number is not None and stack not in stacks:
-                raise ConfigError(
-                    f"{stack}_keep is {number}, but the {stack} has 0 sparse layers. Leave it out."
-                )
-        return {key: self.keep or keep[key[0]] or number for key, number in num_experts.items()}
 
 
 def _check_number(name: str, number: int, num_experts: int, config: STMoEConfig) -> None:
@@ -188,15 +159,55 @@ def choose_experts(
         DataError: When the batches hold no token.
     """
     numbers = pruning.numbers(model.config)
-    calibration = Calibration(model, batches, numbers, pruning.seed)
-    scores = SCORES.get(pruning.score)(calibration)
-    if pruning.budget is not None:
+    scores: dict[LayerKey, Tensor] = {}
+    if pruning.score == "random":
+        generator = torch.Generator().manual_seed(pruning.seed)
+        for key, number in experts_of_layers(model.config).items():
+            scores[key] = torch.rand(number, generator=generator, dtype=torch.float64)
+    else:
+        for key, statistics in expert_statistics(model, batches).items():
+            scores[key] = SCORES[pruning.score](statistics)
+    if numbers is None:
+        assert pruning.budget is not None, "the budget decides without numbers"
         numbers = share_budget(scores, pruning.budget, pruning.floor)
-    elif pruning.least_share is not None:
-        numbers = busy_experts(scores, pruning.least_share, pruning.floor)
-    assert numbers is not None, "some rule says how many stay"
     kept = {key: best_experts(scores[key], number) for key, number in numbers.items()}
     return ChosenExperts(scores, kept)
+
+
+def reap(statistics: ExpertStatistics) -> Tensor:
+    """Returns the mean <float64>[E] over an expert's tokens of gate times norm of its output; 0 without tokens.
+
+    Source:
+        REAP (arXiv:2510.13999).
+    """
+    return statistics.gated_norm_sum / statistics.load.clamp(min=1)
+
+
+def importance(statistics: ExpertStatistics) -> Tensor:
+    """Returns top1(e) * exp(conf(e)) <float64>[E].
+
+    top1 is the share of tokens whose first choice is e, conf its mean gate there.
+
+    Source:
+        NLLB pruning (arXiv:2212.09811) §3.
+    """
+    confidence = statistics.first_gate_sum / statistics.first_load.clamp(min=1)
+    return frequency(statistics) * confidence.exp()
+
+
+def frequency(statistics: ExpertStatistics) -> Tensor:
+    """Returns the share <float64>[E] of tokens whose first choice an expert is."""
+    return statistics.first_load / statistics.num_tokens.double()
+
+
+SCORES: Mapping[str, Callable[[ExpertStatistics], Tensor]] = {
+    "reap": reap,
+    "importance": importance,
+    "frequency": frequency,
+}
+"""Scores of experts, not negative, by name; the highest stay."""
+
+SCORE_NAMES = (*SCORES, "random")
 
 
 def best_experts(scores: Tensor, number: int) -> Tensor:
@@ -231,17 +242,6 @@ def share_budget(scores: Mapping[LayerKey, Tensor], budget: int, floor: int) -> 
     return numbers
 
 
-def busy_experts(
-    scores: Mapping[LayerKey, Tensor], least_share: float, floor: int
-) -> dict[LayerKey, int]:
-    """Returns how many experts of each layer have a share of its mean score <float>[E], or the floor."""
-    numbers: dict[LayerKey, int] = {}
-    for key, layer_scores in scores.items():
-        is_busy = layer_scores >= least_share * layer_scores.mean()
-        numbers[key] = max(int(is_busy.sum()), min(floor, layer_scores.numel()))
-    return numbers
-
-
 # ---------------------------------------------------------------------------
 # The model of them
 
@@ -269,34 +269,19 @@ def prune_checkpoint(
 
 def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> ConvertedCheckpoint:
     """Returns the weights of the pruned model, each of which is read and cut when it is indexed."""
+    config = pruned_config(checkpoint.config, kept)
+    blocks = sparse_blocks(config)
 
     # The first dimension of experts and router rows shrinks.
-    def cut(name: str, weight: LazyTensor, key: LayerKey) -> Tensor:
+    def cut(weight: LazyTensor, key: LayerKey) -> Tensor:
         return weight.read().index_select(0, kept[key].cpu())
 
-    return with_other_experts(checkpoint, pruned_config(checkpoint.config, kept), cut)
-
-
-def with_other_experts(
-    checkpoint: ConvertedCheckpoint,
-    config: STMoEConfig,
-    change: Callable[[str, LazyTensor, LayerKey], Tensor],
-) -> ConvertedCheckpoint:
-    """Returns the weights of a model whose sparse layers have other numbers of experts.
-
-    Args:
-        checkpoint: The model before.
-        config: Config of the model after.
-        change: Returns a weight <any>[...] of the model after, given the one of the same name before and
-            its layer; called for those whose shape changes, when they are read.
-    """
-    blocks = sparse_blocks(config)
     weights: dict[str, LazyTensor] = {}
     for name, tensor in empty_weights(config).items():
         weight = checkpoint.weights[name]
         if weight.shape != tensor.shape:
-            key = blocks[name.partition("sparse_feed_forward.")[0]]
-            weight = LazyTensor(tensor.shape, weight.dtype, partial(change, name, weight, key))
+            key = blocks[name.partition(_SPARSE)[0]]
+            weight = LazyTensor(tensor.shape, weight.dtype, partial(cut, weight, key))
         weights[name] = weight
     return checkpoint._replace(config=config, weights=weights)
 

@@ -1,22 +1,20 @@
 """Upcycling: a sparse model whose experts are copies of a dense model's feed-forward layers.
 
 Everything else is copied and the routers are re-initialized. With the default settings the new
-model computes what the dense one did; `moe.surgery.kept_output` measures how much other settings
-keep.
+model computes what the dense one did.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe.checks import check, check_choice, check_integer, check_number
+from moe.checks import check, check_integer
 from moe.convert.formats import rewrite_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint, empty_weights, sparse_blocks
 from moe.errors import ConfigError
@@ -28,8 +26,6 @@ from moe.sparse.config import SparseConfig
 from moe.sparse.router import Router
 from moe.sparse.router_options import ROUTER_REQUIREMENTS, option_names
 
-Method = Literal["copy", "drop_reinit"]
-
 EXACT_ROUTING: Mapping[str, Any] = {
     "router": "token_choice",
     "decoder_router": None,
@@ -40,17 +36,15 @@ EXACT_ROUTING: Mapping[str, Any] = {
 _EXACT_OPTIONS = {"second_expert_policy": "all", "eval_second_expert_policy": "all"}
 # With these, copies compute the dense layer: gates sum to 1, and no token is dropped.
 
-_FROM_SETTINGS: Mapping[str, str] = {
-    "num_experts": "--experts",
-    "encoder_experts": "--experts",
-    "decoder_experts": "--experts",
-    "num_selected_experts": "--selected",
-    "num_sparse_encoder_layers": "--encoder-layers",
-    "num_sparse_decoder_layers": "--decoder-layers",
-    "expert_d_ff": "--granularity",
-}
-_FROM_DENSE = {
+_DERIVED = {
     *LARGEST_SIZES,
+    "num_experts",
+    "encoder_experts",
+    "decoder_experts",
+    "num_selected_experts",
+    "num_sparse_encoder_layers",
+    "num_sparse_decoder_layers",
+    "expert_d_ff",
     "model_type",
     "feed_forward_proj",
     "tie_word_embeddings",
@@ -62,6 +56,7 @@ _FROM_DENSE = {
     "bos_token_id",
     "decoder_start_token_id",
 }
+"""Fields that follow from the dense model or from another setting."""
 
 _EXPERTS = "sparse_feed_forward.experts."
 _ROUTER = "sparse_feed_forward.router."
@@ -80,20 +75,15 @@ class Upcycling:
             that a token uses each part equally often.
         num_sparse_encoder_layers: Sparse layers of the encoder; None for every second block.
         num_sparse_decoder_layers: The same for the decoder.
-        method: `copy` makes every expert the dense layer. `drop_reinit` draws a share of the hidden
-            units of each expert anew: the experts differ from the start, and the output changes.
-        reinit_share: Share of the hidden units that `drop_reinit` draws anew, r; at least one unit.
-        scale: Factor on the experts' output, in addition to the factor G for the parts.
-        seed: Seed of the routers and of the re-initialized units.
+        seed: Seed of the routers.
         fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they
             override the lossless settings.
 
     Source:
         Sparse upcycling (arXiv:2212.05055). Differs: tokens choose in both stacks, gates sum to 1,
-        and no token is dropped, so that nothing is lost at step 0. `drop_reinit`: Drop-Upcycling
-        (arXiv:2502.19261). Differs: the units are the same in gate, up and down projection.
-        `granularity`: virtual groups (arXiv:2410.07524). Differs: the output is scaled instead of
-        all weights, which is exact for GEGLU.
+        and no token is dropped, so that nothing is lost at step 0. `granularity`: virtual groups
+        (arXiv:2410.07524). Differs: the output is scaled instead of all weights, which is exact for
+        GEGLU.
     """
 
     num_experts: int = 8
@@ -101,21 +91,13 @@ class Upcycling:
     granularity: int = 1
     num_sparse_encoder_layers: int | None = None
     num_sparse_decoder_layers: int | None = None
-    method: Method = "copy"
-    reinit_share: float = 0.5
-    scale: float = 1.0
     seed: int = 0
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raises a ConfigError when a value is out of range."""
-        check_choice("method", self.method, get_args(Method))
         check_integer("num_experts", self.num_experts, least=2)
-        check_integer("num_selected_experts", self.num_selected_experts, least=1)
         check_integer("granularity", self.granularity, least=1)
-        check_number("reinit_share", self.reinit_share, above=0, most=1)
-        check_number("scale", self.scale, above=0, most=1e6)
-        check_integer("seed", self.seed, least=0, most=2**32 - 1)
 
     def config(self, dense: STMoEConfig) -> STMoEConfig:
         """Returns the config of the sparse model.
@@ -127,7 +109,10 @@ class Upcycling:
             raise ConfigError(
                 f"The model has {dense.num_experts} experts already; expected a dense one, with num_experts 0."
             )
-        self._check_fields(dense)
+        for name in sorted(_DERIVED & self.fields.keys()):
+            raise ConfigError(
+                f"{name} cannot be set as a field: it follows from the dense model or another setting. Leave it out."
+            )
 
         # Parts of equal width.
         G = self.granularity
@@ -155,21 +140,6 @@ class Upcycling:
             options = self.router_options(fields["decoder_router"], "decoder_router_options")
             fields["decoder_router_options"] = options
         return dense.replaced(**fields)
-
-    def _check_fields(self, dense: STMoEConfig) -> None:
-        """Raises a ConfigError for a field that follows from the dense model or another setting."""
-        inherited = (
-            vars(dense).keys() | dense.attribute_map.keys()
-        ) - STMoEConfig.__annotations__.keys()
-        for name in sorted(self.fields):
-            if name in _FROM_SETTINGS:
-                raise ConfigError(
-                    f"{name} cannot be set as a field. Give {_FROM_SETTINGS[name]} instead."
-                )
-            if name in _FROM_DENSE | inherited:
-                raise ConfigError(
-                    f"{name} cannot be set: the sparse model has that of the dense one. Leave it out."
-                )
 
     def router_options(self, router: str, field_name: str) -> dict[str, Any]:
         """Returns the options of a router: those with which nothing is lost, then the given ones.
@@ -253,7 +223,7 @@ def draw_router(config: SparseConfig, upcycling: Upcycling) -> Router:
 
 
 def _dense_name(name: str) -> str:
-    """Returns the weight of the dense model that a weight of the sparse one comes from."""
+    """Returns the name of the dense weight that a sparse weight is copied from."""
     name = name.replace(".sparse_norm.", ".feed_forward_norm.")
     name = name.replace(_EXPERTS + "down_proj", _DENSE_OUTPUT)
     for first_projection in ("gate_up_proj", "up_proj", "bias"):
@@ -286,18 +256,14 @@ def _sparse_weight(
         is_factor = config.expert_bias == "multiplicative"
         return torch.full((G * E, F // G), 1.0 if is_factor else 0.0, dtype=weight.dtype)
 
-    layer = name.partition(_EXPERTS)[0]
-    return expert_copies(weight, layer, upcycling, F, is_down=name.endswith("down_proj"))
+    return expert_copies(weight, upcycling, F, is_down=name.endswith("down_proj"))
 
 
-def expert_copies(
-    weight: Tensor, layer: str, upcycling: Upcycling, F: int, *, is_down: bool
-) -> Tensor:
+def expert_copies(weight: Tensor, upcycling: Upcycling, F: int, *, is_down: bool) -> Tensor:
     """Returns the weights of all experts that are copies, or parts of copies, of a dense layer.
 
     Args:
         weight: <any>[2F or F, D] (gate above up), or [D, F].
-        layer: Name of the layer, from which re-initialized units follow.
         upcycling: The settings.
         F: Number of hidden units of the dense layer.
         is_down: Whether the hidden units are columns.
@@ -310,41 +276,10 @@ def expert_copies(
 
     # Copies with their own memory: shared storage would train, and be saved, as one expert.
     copies = weight.repeat(E, 1, 1)  # [E, 2F or F, D], or [E, D, F]
-    if upcycling.method == "drop_reinit":
-        for expert in range(E):
-            _reinitialize(copies[expert], layer, expert, upcycling, F, is_down=is_down)
 
     # Hidden units are cut into parts; gate and up projection are stacked.
     if is_down:
         parts = rearrange(copies, "e d (g f) -> (e g) d f", g=G)
-        return parts.mul_(upcycling.scale * G)
+        return parts.mul_(G)
     halves = copies.shape[1] // F
     return rearrange(copies, "e (h g f) d -> (e g) (h f) d", h=halves, g=G)
-
-
-def _reinitialize(
-    expert_weight: Tensor, layer: str, expert: int, upcycling: Upcycling, F: int, *, is_down: bool
-) -> None:
-    """Re-initializes a share of an expert's hidden units: normal, with the moments of the old
-    values.
-
-    Args:
-        expert_weight: <any>[2F or F, D] (gate above up), or [D, F]; changed.
-        layer: Name of the layer. Its seed gives one expert the same units in all projections.
-        expert: Number of the expert.
-        upcycling: The settings.
-        F: Number of hidden units.
-        is_down: Whether the hidden units are columns.
-    """
-    text = f"{upcycling.seed} {layer} {expert}".encode()
-    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
-    generator = torch.Generator().manual_seed(seed)
-    num_units = max(1, round(upcycling.reinit_share * F))
-    units = torch.randperm(F, generator=generator)[:num_units]
-
-    generator.manual_seed(seed + (1 if is_down else 2))
-    blocks = [expert_weight.T] if is_down else expert_weight.split(F)  # [F, D] each
-    for block in blocks:
-        replaced = block[units].float()
-        drawn = torch.randn(replaced.shape, generator=generator)
-        block[units] = (drawn * replaced.std() + replaced.mean()).to(block.dtype)

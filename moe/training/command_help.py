@@ -37,7 +37,6 @@ COMMON_SETTINGS = (
     "distillation.hard_weight",
     "distillation.soft_weight",
     "distillation.temperature",
-    "distillation.cached_batches",
     "mixture.train_examples",
     "mixture.dev_examples",
     "model.d_model",

@@ -249,7 +249,7 @@ def first_experts(trace, key):
 
 @each_host
 def test_routing_can_be_edited_and_recorded(name):
-    sparse = sparse_host(name, method="drop_reinit")
+    sparse = sparse_host(name, differ=True)
     trace = record_routing(sparse, traced_batches([tiny_batch()]))
     assert trace.facts.num_examples == 4 and len(trace.layers) == 2
     key = ("decoder", 0)

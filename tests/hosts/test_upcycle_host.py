@@ -75,16 +75,13 @@ def test_images_reach_the_sparse_encoder_of_t5gemma2():
     assert outputs[0] != outputs[1]
 
 
-def test_the_command_upcycles_a_host(tmp_path, capsys):
+def test_the_command_upcycles_a_host(tmp_path):
     dense = dense_host("t5gemma")
     dense.save_pretrained(tmp_path / "dense")
     tokenizer().save_pretrained(tmp_path / "dense")
     arguments = ["--from", str(tmp_path / "dense"), "--experts", "3", "--granularity", "2"]
     main([*arguments, "--to", str(tmp_path / "sparse")])
-    text = capsys.readouterr().out
-    assert "encoder 1" in text and "nothing" in text and "post_feedforward_layernorm" in text
     report = json.loads((tmp_path / "sparse" / "surgery.json").read_text())
-    assert report["tables"][0]["rows"][0][1] == "1.000"
     sizes = {name: (before, after) for name, before, after in report["sizes"]}
     sparse = load_model(tmp_path / "sparse")
     assert sizes["parameters"] == (dense.num_parameters(), sparse.num_parameters())

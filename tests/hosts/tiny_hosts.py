@@ -9,6 +9,7 @@ from transformers import (
 )
 
 from moe.hosts.upcycle import upcycle_host
+from moe.sparse.editing import sparse_layers
 from moe.surgery.upcycle import Upcycling
 
 STACK = {
@@ -72,8 +73,17 @@ def dense_host(name, seed=0, **changes):
     return model
 
 
-def sparse_host(name, seed=0, **settings):
-    """Returns the upcycled twin of `dense_host`, with a router that has opinions."""
+def sparse_host(name, seed=0, differ=False, **settings):
+    """Returns the upcycled twin of `dense_host`, with a router that has opinions.
+
+    With `differ` its experts are no longer copies of one another.
+    """
     fields = {"router_initializer_std": 1.0, **settings.pop("fields", {})}
     upcycling = Upcycling(**{"num_experts": 5, "fields": fields, **settings})
-    return upcycle_host(dense_host(name, seed), upcycling)
+    model = upcycle_host(dense_host(name, seed), upcycling)
+    if differ:
+        torch.manual_seed(seed)
+        for layer in sparse_layers(model).values():
+            for weight in layer.experts.parameters():
+                weight.data += 0.3 * weight.std() * torch.randn_like(weight)
+    return model

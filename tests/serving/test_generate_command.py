@@ -326,7 +326,7 @@ def test_beams_are_those_of_transformers_and_exclude_what_they_would_ignore(fold
     source.write_text("\n".join([*asked, '{"inputs": "w3", "sampling": {"seed": 1}}']))
     run(folder, out, "--in", source, "--num-beams", 3)
     *answers, refused = [json.loads(line) for line in out.read_text().splitlines()]
-    assert "--num-beams" in refused["error"]
+    assert "num_beams" in refused["error"]
 
     model = tiny_model(num_experts=6, eval_capacity_factor=None)
     tokenizer = word_tokenizer()

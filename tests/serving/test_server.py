@@ -19,8 +19,7 @@ from moe.commands import serve
 from moe.errors import ConfigError
 from moe.serving.batch_generator import BatchGenerator
 from moe.serving.engine import Engine
-from moe.serving.sampling import Sampling
-from moe.serving.server import CompletionServer, Limits
+from moe.serving.server import CompletionServer
 from tests.models.tiny import tiny_model
 from tests.processes import TIMEOUT, Command
 from tests.serving.tiny_words import ours, texts, word_tokenizer
@@ -31,15 +30,14 @@ LONGEST = 12
 @contextmanager
 def serving(model=None, tokenizer=None, hosts=("*",), languages=None, **limits):
     """Yields the address of a server in another thread."""
-    server = CompletionServer(
+    generator = BatchGenerator(
         model or ours(),
         tokenizer or word_tokenizer(),
-        "tiny",
-        defaults=Sampling(max_new_tokens=LONGEST),
-        limits=Limits(**{"max_batch": 5, "timeout": 20.0, **limits}),
+        max_batch=5,
         languages=languages,
-        hosts=hosts,
+        max_new_tokens=LONGEST,
     )
+    server = CompletionServer(generator, "tiny", hosts=hosts, **{"timeout": 20.0, **limits})
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     runner = uvicorn.Server(server.uvicorn_config())
     thread = threading.Thread(target=runner.run, kwargs={"sockets": [listener]})

@@ -9,7 +9,7 @@ import yaml
 from transformers import T5ForConditionalGeneration
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
-from moe.commands import distill, pretrain
+from moe.commands import convert, distill, pretrain
 from moe.errors import CheckpointError, ConfigError, DataError
 from tests.processes import start_torchrun
 from tests.training.tiny_run import MODEL, pretrain_arguments, write_inputs
@@ -37,13 +37,6 @@ def inputs(tmp_path_factory):
     return paths
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder / "stmoe"
-
-
 def arguments(inputs, out, *more):
     names = ("--config", inputs["distill.yaml"], "--teacher", inputs["teacher"], "--out", out)
     return [str(part) for part in (*names, *more)]
@@ -60,8 +53,8 @@ def losses(out):
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
-def test_a_student_starts_as_the_aligned_mean_and_ends_as_a_t5(inputs, tmp_path, capsys):
-    losses = distilled(inputs, tmp_path / "run", "--save_as", "t5")
+def test_a_student_starts_as_the_aligned_mean_and_converts_to_a_t5(inputs, tmp_path, capsys):
+    losses = distilled(inputs, tmp_path / "run")
     assert sorted(losses) == list(range(1, STEPS + 1))
     printed = capsys.readouterr().out
     assert "layers in place of experts start as 'aligned_mean'" in printed
@@ -74,14 +67,16 @@ def test_a_student_starts_as_the_aligned_mean_and_ends_as_a_t5(inputs, tmp_path,
     assert report["sizes"][0][1:] == [before, config.num_parameters()]
     assert config.num_experts == 0 and report["effects"]["loss"][1] > 0
     student = STMoEForConditionalGeneration.from_pretrained(model).eval()
-    t5 = T5ForConditionalGeneration.from_pretrained(tmp_path / "run/t5").eval()
+    words = ["--from", model, "--to", tmp_path / "t5", "--format", "t5"]
+    convert.main([str(word) for word in words])
+    t5 = T5ForConditionalGeneration.from_pretrained(tmp_path / "t5").eval()
     ids = torch.arange(5, 25).reshape(2, 10)
     torch.testing.assert_close(
         t5(input_ids=ids, labels=ids).logits, student(input_ids=ids, labels=ids).logits
     )
 
     # A complete run is left as it is; another loss is another run.
-    distilled(inputs, tmp_path / "run", "--save_as", "t5", "--resume")
+    distilled(inputs, tmp_path / "run", "--resume")
     with pytest.raises(DataError, match="already holds a run"):
         distilled(inputs, tmp_path / "run")
     with pytest.raises(CheckpointError, match="hard_weight"):
@@ -97,7 +92,7 @@ def test_a_student_starts_as_the_aligned_mean_and_ends_as_a_t5(inputs, tmp_path,
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_ends_as_one_that_was_not(inputs, tmp_path):
-    settings = ["--distillation.cached_batches", "4", "--distillation.init", "best"]
+    settings = ["--distillation.init", "best"]
     out = tmp_path / "run"
     whole = distilled(inputs, out, *settings)
     weights = (out / "model/model.safetensors").read_bytes()
@@ -107,22 +102,6 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(inputs, tmp_path):
     shutil.rmtree(out / f"checkpoints/step_{STEPS:08}")
     assert distilled(inputs, out, *settings, "--resume") == whole
     assert (out / "model/model.safetensors").read_bytes() == weights
-
-
-@pytest.mark.slow
-def test_all_tokens_in_the_file_give_the_losses_of_the_teacher_beside_the_student(
-    inputs, tmp_path, cache
-):
-    beside = distilled(inputs, tmp_path / "beside")
-    more = ["--distillation.cached_batches", STEPS, "--distillation.top_n"]
-    from_file = distilled(inputs, tmp_path / "file", *more, MODEL["vocab_size"])
-    assert from_file == pytest.approx(beside, abs=1e-5)
-    (file,) = cache.glob("teacher-*.safetensors")
-    changed = file.stat().st_mtime_ns
-    distilled(inputs, tmp_path / "again", *more, MODEL["vocab_size"])
-    assert file.stat().st_mtime_ns == changed
-    distilled(inputs, tmp_path / "fewer", *more, "5")
-    assert len(list(cache.glob("teacher-*.safetensors"))) == 2
 
 
 @pytest.mark.slow
@@ -166,12 +145,10 @@ def test_what_does_not_fit_is_refused_before_any_text_is_read(inputs, tmp_path):
     refuse("one of --corpus and --train to train on, got none")
     refuse("got both", *corpus, "--train", "pairs.jsonl")
     refuse("--dev_share has no effect", *corpus, "--dev_share", "0.1")
-    refuse("top_n has no effect", *corpus, "--distillation.top_n", "5")
     refuse("soft_weight is 0", *corpus, "--distillation.soft_weight", "0")
     refuse("init is worst; expected one of random", *corpus, "--distillation.init", "worst")
-    refuse("--save_as is 't6'", *corpus, "--save_as", "t6")
 
-    # Models of another vocabulary, without experts, or without a place in a T5.
+    # Models of another vocabulary, or without experts.
     config = STMoEConfig.from_pretrained(inputs["teacher"])
     other = tmp_path / "other"
     STMoEForConditionalGeneration(config.replaced(vocab_size=233)).save_pretrained(other)
@@ -187,7 +164,4 @@ def test_what_does_not_fit_is_refused_before_any_text_is_read(inputs, tmp_path):
     dense = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
     STMoEForConditionalGeneration(config.replaced(**dense)).save_pretrained(tmp_path / "dense")
     refuse("num_experts is 0", *corpus, teacher=tmp_path / "dense")
-    stacked = config.replaced(sparse_dense_stacking=True)
-    STMoEForConditionalGeneration(stacked).save_pretrained(tmp_path / "stacked")
-    refuse("2 of its 4 blocks", *corpus, "--save_as", "t5", teacher=tmp_path / "stacked")
     assert not (tmp_path / "run").exists()

@@ -40,7 +40,7 @@ def by_token(model, batch: Batch):
         first, down = (
             w.detach().double() for w in (layer.experts.first_proj, layer.experts.down_proj)
         )
-        E, D = down.shape[:2]
+        E = down.shape[0]
         sums = {
             "num_tokens": 0,
             **{name: torch.zeros(E) for name in ("load", "first_load")},
@@ -48,7 +48,6 @@ def by_token(model, batch: Batch):
                 name: torch.zeros(E, dtype=torch.float64)
                 for name in ("gate_sum", "first_gate_sum", "gated_norm_sum")
             },
-            "output_sum": torch.zeros(E, D, dtype=torch.float64),
         }
         for token in x[mask]:
             logits = layer.router.gate.detach().double() @ token
@@ -64,7 +63,6 @@ def by_token(model, batch: Batch):
                 sums["load"][e] += 1
                 sums["gate_sum"][e] += gate
                 sums["gated_norm_sum"][e] += gate * output.norm()
-                sums["output_sum"][e] += output
                 if place == 0:
                     sums["first_load"][e] += 1
                     sums["first_gate_sum"][e] += gate

@@ -8,11 +8,8 @@ import torch
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
 from moe.commands import finetune, prune
-from moe.commands.prune import calibration_batches
 from moe.errors import ConfigError
 from moe.sparse.editing import sparse_layers
-from moe.tracing.recorder import traced_batches
-from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_run import MODEL, write_inputs
 
 
@@ -76,45 +73,26 @@ def test_between_windows_of_finetuning_experts_of_little_use_are_removed(inputs,
         return out / "model"
 
     model = tune(inputs["model"], tmp_path / "a")
-    rule = ["--score", "frequency", "--least-share", "0.8", "--floor", "2"]
+    rule = ["--score", "frequency", "--budget", 7, "--floor", 2]
     words = ["--from", model, "--to", tmp_path / "pruned", "--pairs", pairs, *rule]
     prune.main([str(word) for word in words])
     smaller = STMoEConfig.from_pretrained(tmp_path / "pruned")
     numbers = smaller.layer_experts(decoder=False) + smaller.layer_experts(decoder=True)
-    assert 4 <= sum(numbers) < 8
+    assert sum(numbers) == 7
 
     again = STMoEForConditionalGeneration.from_pretrained(tune(tmp_path / "pruned", tmp_path / "b"))
     assert [layer.config.num_experts for layer in sparse_layers(again).values()] == numbers
 
 
-def test_the_decoder_reads_targets_answers_or_both():
-    model = tiny_model()
-    batches = list(traced_batches([tiny_batch()]))
-    (targets,) = calibration_batches(model, batches, "targets")
-    (answers,) = calibration_batches(model, batches, "answers")
-    both = calibration_batches(model, batches, "both")
-    assert targets is batches[0].batch
-    assert not torch.equal(targets["labels"], answers["labels"][:, :11])
-    assert torch.equal(both[0]["labels"], targets["labels"])
-    assert torch.equal(both[1]["labels"], answers["labels"])
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--keep", 3, "--floor", 2], "--floor has no effect"),
-        (["--keep", 3, "--seed", 1], "--seed has no effect"),
-        (
-            ["--keep", 3, "--score", "random", "--decoder-reads", "both"],
-            "--decoder-reads has no effect",
-        ),
-        ([], "Nothing is given as the number of experts that stay"),
+        ([], "--keep --budget is required"),
+        (["--keep", 3, "--budget", 6], "--budget"),
         (["--keep", 1], "would keep 1 of 4 experts, and each token chooses 2"),
     ],
 )
-def test_options_without_effect_and_numbers_that_do_not_fit_are_refused(
-    inputs, tmp_path, more, message
-):
+def test_numbers_that_do_not_fit_are_refused(inputs, tmp_path, more, message):
     with pytest.raises(ConfigError, match=message):
         run(inputs, tmp_path / "pruned", *more)
     assert not (tmp_path / "pruned").exists()

@@ -48,9 +48,7 @@ def test_an_upcycled_model_answers_as_before_and_is_trained_further(inputs, tmp_
     assert abs(effects["loss_change"]["value"]) < 1e-6
     changed, number = effects["changed_answers"]
     assert (changed, number) == (0, 23)
-    assert "0 of 23" in printed and "encoder 1" in printed
-    (kept,) = report["tables"]
-    assert all(row[1:] == ["1.000", "1.000", "nothing"] for row in kept["rows"])
+    assert "0 of 23" in printed
 
     # Sizes are those of the models, and the card says what was done.
     config = STMoEConfig.from_pretrained(tmp_path / "sparse")
@@ -85,20 +83,7 @@ def test_an_upcycled_model_answers_as_before_and_is_trained_further(inputs, tmp_
     assert (config.num_experts, config.dropout_rate, config.capacity_factor) == (3, 0.25, default)
 
 
-def test_without_text_the_routers_read_random_tokens(inputs, tmp_path, capsys):
-    setting = ["--set", "capacity_factor=0.5"]
-    upcycle_to(inputs, tmp_path / "sparse", *setting)
-    printed = capsys.readouterr().out
-    assert "the capacity drops" in printed and "loss (nats)" not in printed
-    upcycle_to(inputs, tmp_path / "top1", "--selected", "1", "--set", "router=switch")
-    assert "--scale 2." in capsys.readouterr().out
-
-
-def test_options_that_change_nothing_or_do_not_fit_are_refused(inputs, tmp_path):
-    with pytest.raises(ConfigError, match="--reinit-share has no effect"):
-        upcycle_to(inputs, tmp_path / "a", "--reinit-share", "0.5")
-    with pytest.raises(ConfigError, match="--examples has no effect without text"):
-        upcycle_to(inputs, tmp_path / "a", "--examples", "23")
+def test_options_that_do_not_fit_are_refused(inputs, tmp_path):
     with pytest.raises(ConfigError, match="no option --dropless"):
         upcycle_to(inputs, tmp_path / "a", "--corpus", inputs["corpus"], "--dropless")
     with pytest.raises(ConfigError, match="num_selected_experts is 4"):
@@ -122,23 +107,6 @@ def test_a_source_that_cannot_be_measured_is_named(inputs, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "t5x"]
 
 
-def test_the_scale_that_is_advised_keeps_the_output(inputs, tmp_path, capsys):
-    """Whatever scale the advice is given at."""
-    settings = ["--selected", "1", "--set", "router=switch", "--scale", "1.7"]
-    upcycle_to(inputs, tmp_path / "a", *settings)
-    advice = capsys.readouterr().out.split("--scale ")[1].split()[0]
-    upcycle_to(inputs, tmp_path / "b", *settings[:-1], advice)
-    report = json.loads((tmp_path / "b/surgery.json").read_text())
-    kept = [float(row[1]) for row in report["tables"][0]["rows"]]
-    assert sum(kept) / 2 == pytest.approx(1, abs=1e-2)
-    assert "brings the output back" not in capsys.readouterr().out
-
-
-def test_units_drawn_anew_are_reported_as_a_loss(inputs, tmp_path, capsys):
-    upcycle_to(inputs, tmp_path / "a", "--method", "drop_reinit")
-    assert "the units drawn anew" in capsys.readouterr().out
-
-
 def test_experts_of_a_sparse_model_get_twins_and_parts(inputs, tmp_path, capsys):
     upcycle_to(inputs, tmp_path / "sparse")
     text = ["--corpus", inputs["corpus"], "--inputs-length", "16", "--examples", "5"]
@@ -151,5 +119,5 @@ def test_experts_of_a_sparse_model_get_twins_and_parts(inputs, tmp_path, capsys)
     for layer in report["effects"]["routing"]:
         assert layer["first_expert_changed"] == 0
         assert (len(layer["load_before"]), len(layer["load_after"])) == (3, 12)
-    with pytest.raises(ConfigError, match=r"--selected has no effect on .*, which has 3 experts"):
+    with pytest.raises(ConfigError, match=r"--selected .* no effect on .*, which has 3 experts"):
         upcycle_to(inputs, tmp_path / "a", "--selected", "4", source=tmp_path / "sparse")
