@@ -22,7 +22,8 @@ from moe.sparse.editing import edit_routing
 from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts
 from moe.sparse.integration import collect_routers, replace_feed_forward
 from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.router import ROUTERS, Router
+from moe.sparse.router import Router
+from moe.sparse.router_options import ROUTERS
 from moe.sparse.stats import RouterStats
 from moe.tracing.recorder import record_routing
 from moe.tracing.replay import replay_routing

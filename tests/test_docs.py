@@ -20,8 +20,7 @@ from moe.data.tokenizer import train_tokenizer
 from moe.hosts.all_hosts import load_hosts
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS
 from moe.optim.optimizers import OPTIMIZERS
-from moe.sparse.router import ROUTERS
-from moe.sparse.router_options import ROUTER_REQUIREMENTS
+from moe.sparse.router_options import ROUTERS
 from moe.training.command import RecipeCommand
 from stmoe_eval.task import TASKS
 from tests.models.hf_models import their_model
@@ -87,7 +86,7 @@ def workspace(tmp_path_factory):
 def registries(monkeypatch):
     """Lets a page register what it explains, for its own time only."""
     TASKS.names()
-    registries = (ROUTERS, ROUTER_REQUIREMENTS, OPTIMIZERS, TASKS, CHECKPOINT_FORMATS, load_hosts())
+    registries = (ROUTERS, OPTIMIZERS, TASKS, CHECKPOINT_FORMATS, load_hosts())
     for registry in registries:
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 

@@ -250,10 +250,9 @@ def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
         "router": "switch",
         "router_options": router_options,
         "expert_capacity": hf_config.expert_capacity,
-        "capacity_scope": "sequence",
+        "convention": "switch",
         "load_balance_loss_weight": hf_config.router_aux_loss_coef,
         "router_z_loss_weight": hf_config.router_z_loss_coef,
-        "router_loss_reduction": "mean",
     }
 
 
@@ -305,7 +304,7 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
         raise ConfigError(
             f"The model cannot be written as {family!r}, whose class in transformers does not support it: "
             f"{'; '.join(obstacles)}. Keep it in our format, or give settings that such a model has, e.g. --set "
-            "expert_capacity=64 capacity_scope=sequence."
+            "expert_capacity=64 convention=switch."
         )
 
     # Fields of the backbone, and those for callers.
@@ -378,7 +377,6 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
         "router_input": "hidden",
         "sparse_dense_stacking": False,
         "expert_bias": "none",
-        "capacity_scope": "sequence",
         "expert_d_ff": None,
         "scale_decoder_outputs": config.tie_word_embeddings,
         "encoder_experts": None,
@@ -388,6 +386,8 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
         value = getattr(config, name)
         if value != expected:
             obstacles.append(f"{name} is {value!r}, not {expected!r}")
+    if config.rules.capacity_scope != "sequence":
+        obstacles.append(f"convention is {config.convention!r}, not 'switch'")
     if config.expert_capacity is None:
         obstacles.append("expert_capacity is None: its capacity is a number of slots")
 

@@ -22,7 +22,7 @@ from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor
 from moe.parsing import reading
-from moe.sparse.router_options import ROUTER_REQUIREMENTS
+from moe.sparse.router_options import ROUTERS
 
 _FILE = "checkpoint"
 
@@ -256,13 +256,13 @@ def _infer_config(
     if fields["feed_forward_proj"] == "relu":
         fields["router"] = "switch"
     router = {**fields, **settings}.get("router")
-    if router is not None and ROUTER_REQUIREMENTS.get(router).single:
+    if router is not None and ROUTERS.get(router).single:
         fields["num_selected_experts"] = 1
 
     # Find the position of the sparse block that matches the checkpoint.
     for position in ("last", "second"):
         all_settings = {**fields, "sparse_position": position, **settings}
-        config = STMoEConfig.after("flaxformer", **all_settings)
+        config = STMoEConfig(**{"convention": "flaxformer", **all_settings})
         if _matches(config, encoder, decoder=False) and _matches(config, decoder, decoder=True):
             return config
 

@@ -217,7 +217,7 @@ class SparseHost:
             load_balance = load_balance + layer_balance
             router_z = router_z + layer_z
 
-        if self.settings.router_loss_reduction == "mean":
+        if self.settings.rules.router_loss_reduction == "mean":
             load_balance = load_balance / max(1, len(routers))
             router_z = router_z / max(1, len(routers))
         loss = (

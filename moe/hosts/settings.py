@@ -9,9 +9,8 @@ from transformers import PreTrainedConfig
 from moe.checks import check, check_field_types, check_integer, check_number
 from moe.errors import ConfigError
 from moe.hosts.host import Host
-from moe.models.configuration import Reduction
-from moe.sparse.config import SparseConfig
-from moe.sparse.router_options import ROUTER_REQUIREMENTS
+from moe.sparse.config import CONVENTIONS, Rules, SparseConfig, earlier_options, take_convention
+from moe.sparse.router_options import ROUTERS
 from moe.surgery.upcycle import EXACT_ROUTING, Upcycling, every_second
 
 _FROM_HOST = ("d_model", "d_ff", "activation", "gated", "decoder")
@@ -32,7 +31,6 @@ class HostSettings:
         layer: Further fields of SparseConfig, for both stacks; see there.
         load_balance_loss_weight: Factor of the balance loss in the loss of the model.
         router_z_loss_weight: Factor of the router z-loss.
-        router_loss_reduction: Whether both are the `sum` or the `mean` over layers.
     """
 
     encoder_blocks: tuple[int, ...]
@@ -43,7 +41,6 @@ class HostSettings:
     layer: Mapping[str, Any] = field(default_factory=dict)
     load_balance_loss_weight: float = 0.01
     router_z_loss_weight: float = 0.001
-    router_loss_reduction: Reduction = "sum"
 
     def __post_init__(self) -> None:
         """Raises a ConfigError for a value that sparse layers of a host do not support."""
@@ -77,7 +74,7 @@ class HostSettings:
         expected = "the settings that upcycle_host writes into config.json"
         check(isinstance(saved, Mapping), "sparse_layers", saved, expected)
         try:
-            return cls(**saved)
+            return cls(**_without_earlier_fields(saved))
         except TypeError as error:
             raise ConfigError(f"sparse_layers of config.json cannot be read: {error}") from error
 
@@ -97,7 +94,7 @@ class HostSettings:
         """
         given = dict(upcycling.fields)
         losses: dict[str, Any] = {}
-        for name in ("load_balance_loss_weight", "router_z_loss_weight", "router_loss_reduction"):
+        for name in ("load_balance_loss_weight", "router_z_loss_weight"):
             if name in given:
                 losses[name] = given.pop(name)
 
@@ -118,6 +115,11 @@ class HostSettings:
         )
         settings.check_host(host, config)
         return settings
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the convention of the layers."""
+        return CONVENTIONS[self.layer.get("convention", "ours")]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the values of config.json."""
@@ -167,6 +169,22 @@ class HostSettings:
                 self.sparse_config(host, config, decoder=decoder)
 
 
+def _without_earlier_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns saved settings with the convention that earlier versions wrote as several fields."""
+    settings = dict(saved)
+    layer = settings.get("layer")
+    check(isinstance(layer, Mapping), "layer", layer, "fields of SparseConfig")
+    layer = dict(layer)
+    if "router_loss_reduction" in settings:
+        layer["router_loss_reduction"] = settings.pop("router_loss_reduction")
+    convention = take_convention(layer)
+    if convention is not None:
+        router = layer.get("router", SparseConfig.router)
+        options = {**earlier_options(router, convention), **layer.get("router_options", {})}
+        layer |= {"convention": convention, "router_options": options}
+    return {**settings, "layer": layer}
+
+
 def _check_inputs(layer: Mapping[str, Any]) -> None:
     """Raises a ConfigError for routing that needs what a host's feed-forward is not given."""
     router_input = layer.get("router_input", "hidden")
@@ -176,7 +194,7 @@ def _check_inputs(layer: Mapping[str, Any]) -> None:
             "given hidden states, not word embeddings."
         )
     router = layer.get("router", SparseConfig.router)
-    if ROUTER_REQUIREMENTS.get(router).needs_token_ids:
+    if ROUTERS.get(router).needs_token_ids:
         raise ConfigError(
             f"Router {router!r} needs the ids of the tokens, but the feed-forward of a host is "
             "given hidden states. Choose a router with a gate, e.g. 'token_choice' or 'switch'."

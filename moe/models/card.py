@@ -307,7 +307,7 @@ def experts_range(config: STMoEConfig) -> str:
 
 def _capacity(config: STMoEConfig) -> str:
     if config.expert_capacity is not None:
-        return f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
+        return f"{config.expert_capacity} slots of an expert in each {config.rules.capacity_scope}"
     training = _factor(config.capacity_factor)
     evaluation = _factor(config.eval_capacity_factor)
     return f"factor {training} in training, {evaluation} in evaluation"

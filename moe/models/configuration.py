@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
+from moe.checks import check
 from moe.errors import ConfigError
 from moe.models.checkpoint_formats import find_format, write_config
 from moe.models.configuration_checks import (
@@ -30,23 +31,20 @@ from moe.models.presets import PRESETS
 from moe.models.transformers_private import PrivateConfigHooks, tensor_parallel_plan
 from moe.sparse.all_routers import load_routers
 from moe.sparse.config import (
+    CONVENTIONS,
     BalanceScope,
-    CapacityScope,
-    Choices,
+    Convention,
     Dispatch,
     ExpertBias,
-    Positions,
-    Rounding,
     RouterInput,
+    Rules,
     SparseConfig,
-    reference_fields,
+    earlier_options,
+    take_convention,
 )
 
 FeedForward = Literal["gated-gelu", "relu"]
-Reduction = Literal["sum", "mean"]
 SparsePosition = Literal["last", "second"]
-
-_REFERENCE_REDUCTION: dict[str, Reduction] = {"mesh_tensorflow": "sum", "flaxformer": "mean"}
 
 
 @strict_config
@@ -55,8 +53,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     The defaults are the T5-1.1 backbone and the ST-MoE router; `num_experts=0` is a dense T5. An
     unknown keyword is an error; an unknown field of a config.json is kept as an attribute, with a
-    warning. `from_preset(name)` gives every published configuration, `after(name, ...)` the
-    conventions of a reference implementation.
+    warning. `from_preset(name)` gives every published configuration.
 
     Attributes:
         vocab_size: Rows of the embedding, V.
@@ -96,9 +93,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             `expert_quantization`.
         load_balance_loss_weight: Factor of the balance loss.
         router_z_loss_weight: Factor of the router z-loss; independent of the other.
-        router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers
-            (Mesh-TensorFlow) or their `mean` over the sparse layers of encoder and decoder together
-            (T5X).
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
         label_smoothing: Probability that targets give to all tokens in equal parts; in training
             mode alone.
@@ -173,17 +167,13 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     # Fields of SparseConfig under the same names and with the same defaults.
     num_selected_experts: int = SparseConfig.num_selected_experts
     router_input: RouterInput = SparseConfig.router_input
+    convention: Convention = SparseConfig.convention
     capacity_factor: float | int | None = SparseConfig.capacity_factor
     eval_capacity_factor: float | int | None = SparseConfig.eval_capacity_factor
     min_expert_capacity: int = SparseConfig.min_expert_capacity
-    capacity_rounding: Rounding = SparseConfig.capacity_rounding
     expert_capacity: int | None = SparseConfig.expert_capacity
-    capacity_scope: CapacityScope = SparseConfig.capacity_scope
     group_size: int = SparseConfig.group_size
-    balance_choices: Choices = SparseConfig.balance_choices
-    balance_over: Positions = SparseConfig.balance_over
     balance_scope: BalanceScope = SparseConfig.balance_scope
-    router_z_loss_over: Positions = SparseConfig.router_z_loss_over
     dispatch: Dispatch = SparseConfig.dispatch
     expert_bias: ExpertBias = SparseConfig.expert_bias
     router_initializer_std: float | int | None = SparseConfig.router_initializer_std
@@ -192,7 +182,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     # The loss.
     load_balance_loss_weight: float | int = 0.01
     router_z_loss_weight: float | int = 0.001
-    router_loss_reduction: Reduction = "sum"
     z_loss_weight: float | int = 1e-4
     label_smoothing: float | int = 0.0
 
@@ -214,6 +203,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         for alias in self.attribute_map.keys() & kwargs.keys():
             setattr(self, alias, kwargs.pop(alias))
         drop_removed_fields(kwargs)
+        self._set_earlier_convention(kwargs)
         check_keywords(self, kwargs)
         check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
 
@@ -229,6 +219,31 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             super().__post_init__(**kwargs)
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"transformers cannot use the config: {error}") from error
+
+    def _set_earlier_convention(self, kwargs: dict[str, Any]) -> None:
+        """Sets the convention that a config.json of an earlier version has as several fields."""
+        convention = take_convention(kwargs)
+        if convention is None:
+            return
+        check(
+            self.convention == "ours",
+            "convention",
+            self.convention,
+            "ours beside fields it replaced",
+        )
+        self.convention = convention
+
+        # Options that such a file leaves out have our defaults. A decoder router inherits them.
+        self.router_options = {
+            **earlier_options(self.router, convention),
+            **(self.router_options or {}),
+        }
+        router = self.decoder_router or self.router
+        if router != self.router or self.decoder_router_options is not None:
+            self.decoder_router_options = {
+                **earlier_options(router, convention),
+                **(self.decoder_router_options or {}),
+            }
 
     def _leave_out_defaults(self, stack: str, *, decoder: bool) -> None:
         """Replaces lists that equal their default by None, so that equal models have equal configs."""
@@ -273,27 +288,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             ConfigError: When there is no such preset; the message names the closest.
         """
         return cls(**{**PRESETS.get(name).fields, **overrides})
-
-    @classmethod
-    def after(cls, reference: str, **overrides: Any) -> "STMoEConfig":
-        """Returns a configuration with the routing and loss weights of a reference implementation.
-
-        Args:
-            reference: `mesh_tensorflow` or `flaxformer`; see `SparseConfig.after`.
-            overrides: Fields of this class.
-
-        Raises:
-            ConfigError: When there is no such reference, or a value is out of range.
-        """
-        settings = reference_fields(reference, overrides.get("router", cls.router))
-        settings["router_loss_reduction"] = _REFERENCE_REDUCTION[reference]
-
-        # Options belong to a router: a different decoder router has its own.
-        decoder_router = overrides.get("decoder_router")
-        if decoder_router is not None:
-            decoder_settings = reference_fields(reference, decoder_router)
-            settings["decoder_router_options"] = decoder_settings["router_options"]
-        return cls(**{**settings, **overrides})
 
     def replaced(self, **settings: Any) -> "STMoEConfig":
         """Returns a copy with other settings, validated again.
@@ -466,6 +460,11 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             if item.name not in settings:
                 settings[item.name] = getattr(self, item.name)
         return SparseConfig(**settings)
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of the convention."""
+        return CONVENTIONS[self.convention]
 
     @property
     def eval_capacity_field(self) -> str | None:

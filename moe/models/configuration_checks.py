@@ -23,7 +23,6 @@ from transformers import GenerationConfig, PreTrainedConfig
 from moe.checks import check, check_integer, check_number, describe_type, shown
 from moe.errors import CheckpointError, ConfigError, did_you_mean
 from moe.sparse.all_routers import load_routers
-from moe.sparse.router_options import check_causal, router_options_by_name
 
 C = TypeVar("C", bound=type[PreTrainedConfig])
 
@@ -160,13 +159,6 @@ def check_settings(config: PreTrainedConfig, settings: Iterable[str]) -> None:
 def refuse_unknown(config: PreTrainedConfig, unknown: set[str]) -> None:
     """Raises a ConfigError for the first unknown keyword, with the closest name."""
     for name in sorted(unknown):
-        # Options of a router are often passed as keywords by mistake.
-        routers = router_options_by_name().get(name)
-        if routers:
-            raise ConfigError(
-                f"STMoEConfig has no field {name!r}: it is an option of {', '.join(routers)}. Pass "
-                "it in router_options or decoder_router_options."
-            )
         raise ConfigError(
             f"STMoEConfig has no field {name!r}.{did_you_mean(name, _field_names(config))} Remove "
             "it or correct its name."
@@ -264,69 +256,35 @@ def check_token_ids(config: PreTrainedConfig) -> None:
 
 def check_sparse_layers(config: PreTrainedConfig) -> None:
     """Raises a ConfigError when numbers of experts, layers and sparse layers contradict."""
-    for name in ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers"):
-        check_integer(name, getattr(config, name), least=0)
-    num_sparse = config.num_sparse_encoder_layers + config.num_sparse_decoder_layers
-    if (config.num_experts == 0) != (num_sparse == 0):
-        raise ConfigError(
-            f"num_experts is {shown(config.num_experts)}, but num_sparse_encoder_layers + "
-            f"num_sparse_decoder_layers is {shown(num_sparse)}. A dense model has 0 of both, a sparse "
-            "one at least 1 of each: set the other."
+    check_integer("num_experts", config.num_experts, least=0, most=LARGEST_SIZES["d_ff"])
+    for stack, decoder in (("encoder", False), ("decoder", True)):
+        name = f"num_sparse_{stack}_layers"
+        num_layers, num_sparse = config.stack_sizes(decoder)
+        check_integer(name, num_sparse, least=0)
+        divides = not num_sparse or num_layers % num_sparse == 0
+        check(
+            divides, name, num_sparse, f"0 or a divisor of the {num_layers} blocks of the {stack}"
         )
 
-    for name in ("router", "decoder_router"):
-        router = getattr(config, name)
-        try:
-            if router is not None:
-                load_routers().get(router)
-        except ConfigError as error:
-            raise ConfigError(f"{name} is {router!r}. {error}") from error
-
-    # A router has no effect in a decoder without sparse layers.
-    for name in ("decoder_router", "decoder_router_options"):
-        value = getattr(config, name)
-        if value is not None and not config.num_sparse_decoder_layers:
-            raise ConfigError(
-                f"{name} is {shown(value)}, but the decoder has no sparse layer that could use "
-                "it. Leave it out, or set num_sparse_decoder_layers."
-            )
-
-    # The encoder's router may need tokens that a decoder has not seen yet.
-    if config.num_sparse_decoder_layers and config.decoder_router is None:
-        check_causal(config.router, "Set decoder_router to")
-    for stack, decoder in (("encoder", False), ("decoder", True)):
-        num_layers, num_sparse = config.stack_sizes(decoder)
-        if num_sparse and num_layers % num_sparse:
-            divisors = [number for number in range(1, num_layers + 1) if num_layers % number == 0]
-            raise ConfigError(
-                f"num_sparse_{stack}_layers is {num_sparse}, which does not divide the "
-                f"{num_layers} blocks of the {stack}. Choose one of {divisors}."
-            )
-
-    _check_layer_experts(config)
-
-    # Counting the parameters validates the settings of sparse layers.
-    config.num_parameters()
-
-
-def _check_layer_experts(config: PreTrainedConfig) -> None:
-    """Checks the numbers of experts of layers that differ in them."""
-    least = config.num_selected_experts
-    numbers: list[int] = []
-    for stack, decoder in (("encoder", False), ("decoder", True)):
+        # Layers of a stack may differ in their experts.
         name = f"{stack}_experts"
         layer_experts = config.layer_experts(decoder=decoder)
-        _, num_sparse = config.stack_sizes(decoder)
         expected = f"a number for each of the {num_sparse} sparse layers of the {stack}"
         check(len(layer_experts) == num_sparse, name, layer_experts, expected)
-        expected = f"numbers of at least num_selected_experts, {least}"
-        is_large = getattr(config, name) is None or min(layer_experts) >= least
-        check(is_large, name, layer_experts, expected)
-        numbers += layer_experts
 
-    largest = max(numbers, default=0)
-    expected = f"{shown(largest)}, the largest number of encoder_experts and decoder_experts"
-    check(config.num_experts == largest, "num_experts", config.num_experts, expected)
+    # A dense model has neither experts nor sparse layers.
+    numbers = config.layer_experts(decoder=False) + config.layer_experts(decoder=True)
+    expected = f"{max(numbers, default=0)}, the largest number of experts of a sparse layer, or 0 without any"
+    check(
+        config.num_experts == max(numbers, default=0), "num_experts", config.num_experts, expected
+    )
+    is_sparse = config.num_experts > 0 or not numbers
+    check(is_sparse, "num_experts", config.num_experts, "at least 1 where there are sparse layers")
+
+    # Also of a dense model, which may be given experts.
+    for router in (config.router, config.decoder_router or config.router):
+        load_routers().get(router)
+    config.all_sparse_configs()
 
 
 def refuse_quantized(

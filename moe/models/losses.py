@@ -31,7 +31,7 @@ class StackCounts(NamedTuple):
         tokens: <int64>[] real tokens.
         load_balance: <int64>[] divisor of the sums of the balance loss: groups that hold a real
             token, or tokens if the scope is wider than a group; all groups or positions with
-            `balance_over` `all_positions`.
+            `mesh_tensorflow`.
         router_z: <int64>[] tokens that the z-loss is the mean over.
     """
 
@@ -152,7 +152,7 @@ def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:
     positions = torch.full_like(tokens, mask.numel())
 
     # The balance loss is a mean over groups, or over tokens where its scope is wider.
-    counts_padding = config.balance_over == "all_positions"
+    counts_padding = config.rules.balance_over == "all_positions"
     if config.balance_scope == "group":
         counted = torch.ones_like(mask, dtype=torch.bool) if counts_padding else mask
         load_balance = _count_groups(counted, tokens_per_group(config))
@@ -160,7 +160,7 @@ def _count_stack(config: STMoEConfig, mask: Tensor) -> StackCounts:
         load_balance = positions if counts_padding else tokens
 
     # The z-loss is a mean over tokens.
-    router_z = positions if config.router_z_loss_over == "all_positions" else tokens
+    router_z = positions if config.rules.router_z_loss_over == "all_positions" else tokens
     return StackCounts(tokens, load_balance, router_z)
 
 
@@ -240,7 +240,7 @@ def model_losses(
                 router_z = router_z + router.losses.router_z_sum / num_z
 
     # Mesh-TensorFlow sums over layers, T5X takes the mean.
-    if config.router_loss_reduction == "mean":
+    if config.rules.router_loss_reduction == "mean":
         num_layers = max(1, len(encoder_routers) + len(decoder_routers))
         load_balance = load_balance / num_layers
         router_z = router_z / num_layers

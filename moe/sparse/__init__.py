@@ -28,7 +28,8 @@ from moe.sparse.integration import (
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals, RouterLosses, balance_totals
 from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
-from moe.sparse.router import ROUTERS, Router, RouterInputs
+from moe.sparse.router import Router, RouterInputs
+from moe.sparse.router_options import ROUTERS
 from moe.sparse.stats import RouterStats
 
 __all__ = [

@@ -10,7 +10,8 @@ import pkgutil
 from moe.registry import Registry
 from moe.sparse import routers
 from moe.sparse.config import SparseConfig
-from moe.sparse.router import ROUTERS, Router
+from moe.sparse.router import Router
+from moe.sparse.router_options import ROUTERS
 
 for module in pkgutil.iter_modules(routers.__path__):
     importlib.import_module(f"moe.sparse.routers.{module.name}")

@@ -1,10 +1,11 @@
 """The number of slots of an expert in a group, as exact integers."""
 
 from fractions import Fraction
+from typing import Literal
 
 import torch
 
-from moe.sparse.config import Rounding, SparseConfig
+from moe.sparse.config import SparseConfig
 
 
 def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) -> int | None:
@@ -24,7 +25,11 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
     if factor is None:
         return None
     return expert_capacity(
-        num_tokens, config.num_experts, factor, config.min_expert_capacity, config.capacity_rounding
+        num_tokens,
+        config.num_experts,
+        factor,
+        config.min_expert_capacity,
+        config.rules.capacity_rounding,
     )
 
 
@@ -33,7 +38,7 @@ def expert_capacity(
     num_experts: int,
     capacity_factor: float,
     min_expert_capacity: int,
-    rounding: Rounding = "floor",
+    rounding: Literal["floor", "round"] = "floor",
 ) -> int:
     """Returns C, the slots of one expert in one group.
 

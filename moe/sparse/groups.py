@@ -5,34 +5,19 @@ Comes after inputs.py. After this, router.py gives every group its logits.
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from moe.errors import ConfigError
-from moe.sparse.config import CapacityScope
 
 ONE_SEQUENCE = 1
 """Group size that gives groups of one sequence: a sequence that does not fit is a group of its own."""
 
 
-class Grouping(Protocol):
-    """The settings that determine which tokens are routed together, of a layer or of a model."""
-
-    @property
-    def group_size(self) -> int:
-        """See SparseConfig."""
-        ...
-
-    @property
-    def capacity_scope(self) -> CapacityScope:
-        """See SparseConfig."""
-        ...
-
-
-def tokens_per_group(config: Grouping) -> int:
-    """Returns the maximum number of tokens that are routed together, for `sequences_per_group`."""
-    return ONE_SEQUENCE if config.capacity_scope == "sequence" else config.group_size
+def tokens_per_group(config: Any) -> int:
+    """Returns the maximum number of tokens that a SparseConfig or STMoEConfig routes together."""
+    return ONE_SEQUENCE if config.rules.capacity_scope == "sequence" else config.group_size
 
 
 def sequences_per_group(batch: int, length: int, group_size: int) -> int:

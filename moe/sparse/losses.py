@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.collectives import sum_over_ranks
 from moe.distributed.mesh import MeshConfig
-from moe.sparse.config import BalanceScope, Positions, SparseConfig
+from moe.sparse.config import BalanceScope, SparseConfig
 from moe.sparse.plan import DispatchPlan, RouterScores
 
 
@@ -24,7 +24,7 @@ class RouterLosses(NamedTuple):
     Attributes:
         load_balance_sum: <float32>[] sum over groups; for wider scopes the loss times its count.
         load_balance_count: <float32>[] weight of this call in the mean: groups that hold a real
-            token, and for wider scopes the tokens; with `balance_over` `all_positions` all groups
+            token, and for wider scopes the tokens; in `mesh_tensorflow` all groups
             or positions.
         router_z_sum: <float32>[] sum over tokens.
         router_z_count: <float32>[] tokens.
@@ -97,8 +97,8 @@ def router_losses(
     Source:
         ST-MoE (arXiv:2202.08906) appendix A and eq. 5; Mesh-TensorFlow transformer/moe.py at
         a32810e. Differs: shares are computed over a group's real tokens by default, and the mean is over
-        groups that hold one (there: of all positions, over all groups, which `balance_over`
-        `all_positions` follows), so that padding changes nothing.
+        groups that hold one (there: of all positions, over all groups, which
+        `mesh_tensorflow` follows), so that padding changes nothing.
     """
     is_real = plan.token_mask.to(scores.probs.dtype)  # [G, S], 1 for a real token
 
@@ -106,12 +106,12 @@ def router_losses(
     z = scores.log_normalizer.square()  # [G, S]
 
     # Padding does not count, or in Flaxformer as a token with logits of 0.
-    if config.router_z_loss_over == "real_tokens":
+    if config.rules.router_z_loss_over == "real_tokens":
         z = z * is_real
     num_groups, group_size, num_experts = scores.probs.shape
     num_real = is_real.sum(dim=-1)  # [G]
-    num_tokens = _num_counted(num_real, group_size, config.router_z_loss_over)  # [G]
-    num_share_tokens = _num_counted(num_real, group_size, config.balance_over)  # [G]
+    num_tokens = _num_counted(num_real, group_size, config.rules.router_z_loss_over)  # [G]
+    num_share_tokens = _num_counted(num_real, group_size, config.rules.balance_over)  # [G]
 
     # A balance loss of zero, without a graph or any counted group.
     zero = scores.probs.new_zeros(())
@@ -149,7 +149,7 @@ def _with_balance_loss(
     num_groups, _, num_experts = scores.probs.shape
 
     # n f_i: how many of the group's tokens chose expert i, before policy and capacity; no gradient.
-    counts_all = config.balance_choices == "all"
+    counts_all = config.rules.balance_choices == "all"
     num_choices = config.num_selected_experts if counts_all else 1
     chosen = plan.expert_index[..., :num_choices].flatten(1)  # [G, S * K]
     counted = is_real[..., None].expand(*is_real.shape, num_choices).flatten(1)
@@ -171,7 +171,7 @@ def _with_balance_loss(
     )
 
 
-def _num_counted(num_real: Tensor, group_size: int, positions: Positions) -> Tensor:
+def _num_counted(num_real: Tensor, group_size: int, positions: str) -> Tensor:
     """Returns the positions of each group that count <float32>[G]: its real tokens <float32>[G], or all."""
     return num_real if positions == "real_tokens" else torch.full_like(num_real, group_size)
 

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from moe.errors import DataError, NonFiniteError
 from moe.kernels.torch_private import assert_on_device, autocast_disabled, is_in_functorch
-from moe.registry import Registry
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.config import SparseConfig
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.inputs import can_read_values
 from moe.sparse.losses import RouterLosses, router_losses
 from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores
-from moe.sparse.router_options import ROUTER_REQUIREMENTS, NoOptions, RouterRequirements
+from moe.sparse.router_options import NoOptions
 from moe.sparse.stats import RouterStats
 
 
@@ -94,13 +93,15 @@ class Router(nn.Module):
     def reset_parameters(self) -> None:
         """Re-initializes the gate: normal, or truncated normal with variance scale / fan_in.
 
-        SparseConfig says which, by `router_initializer_std`.
+        `router_initializer_std` says which, or the convention.
         """
         if not self.num_parameters(self.config):
             return
 
         # Flaxformer's normal, or the truncated normal of Mesh-TensorFlow.
         std = self.config.router_initializer_std
+        if std is None:
+            std = self.config.rules.router_initializer_std
         if std is not None:
             nn.init.normal_(self.gate, std=std)
         else:
@@ -260,31 +261,6 @@ class Router(nn.Module):
             token_mask=token_mask,
             capacity=capacity,
         )
-
-
-class RouterRegistry(Registry[type[Router]]):
-    """Routers by name; a router's requirements for a configuration are in ROUTER_REQUIREMENTS."""
-
-    def add(self, name: str, value: type[Router]) -> type[Router]:
-        """Stores a router under `name` and returns it.
-
-        Raises:
-            ConfigError: When the name is taken, or the value is not a router.
-        """
-        super().add(name, value)
-
-        # From now on, a configuration may use the name.
-        requirements = RouterRequirements(
-            options=value.Options,
-            causal=value.causal,
-            single=value.single,
-            needs_token_ids=value.needs_token_ids,
-        )
-        ROUTER_REQUIREMENTS.add(name, requirements)
-        return value
-
-
-ROUTERS = RouterRegistry("router", base=Router)
 
 
 def gate_logits(gate_input: Tensor, gate: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
 from moe.models.weight_files import LazyTensor
-from moe.sparse.router_options import ROUTER_REQUIREMENTS, option_names
+from moe.sparse.router_options import ROUTERS, option_names
 
 _PROBABILITIES = ("second_expert_threshold", "eval_second_expert_threshold", "update_rate")
 """Options in units of probability, of which each twin has a part."""
@@ -130,9 +130,9 @@ class AddedExperts:
                 f"The router z-loss grows: the logsumexp of {factor} equal rows for each expert is larger by "
                 f"log {factor}."
             )
-        if sparse.load_balance_loss_weight and sparse.balance_choices == "all":
+        if sparse.load_balance_loss_weight and sparse.rules.balance_choices == "all":
             changes.append(
-                f"The balance loss is {factor} times as large (balance_choices all): divide its weight by {factor}."
+                f"The balance loss is {factor} times as large (it counts all choices): divide its weight by {factor}."
             )
         return changes
 
@@ -151,10 +151,8 @@ class AddedExperts:
                 f"Experts can be added to models with {', '.join(sorted(_ROUTERS))}."
             )
         name = _ROUTERS[before.router]
-        known = option_names(ROUTER_REQUIREMENTS.get(name))
-        options = dataclasses.asdict(
-            ROUTER_REQUIREMENTS.get(before.router).options(**before.router_options)
-        )
+        known = option_names(ROUTERS.get(name))
+        options = dataclasses.asdict(ROUTERS.get(before.router).Options(**before.router_options))
 
         # A single choice is always taken, with its raw gate.
         K = before.num_selected_experts

@@ -24,7 +24,7 @@ from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
 from moe.sparse.router import Router
-from moe.sparse.router_options import ROUTER_REQUIREMENTS, option_names
+from moe.sparse.router_options import ROUTERS, option_names
 
 EXACT_ROUTING: Mapping[str, Any] = {
     "router": "token_choice",
@@ -150,7 +150,7 @@ class Upcycling:
         given = self.fields.get(field_name)
         is_mapping = given is None or isinstance(given, Mapping)
         check(is_mapping, field_name, given, "a mapping of options, or None")
-        known = option_names(ROUTER_REQUIREMENTS.get(router))
+        known = option_names(ROUTERS.get(router))
         exact = {name: value for name, value in _EXACT_OPTIONS.items() if name in known}
         return exact | dict(given or {})
 

@@ -23,7 +23,7 @@ from moe.files import write_text
 from moe.models.configuration import STMoEConfig
 from moe.parsing import reading
 from moe.sparse.config import SparseConfig
-from moe.sparse.router_options import router_options_by_name
+from moe.sparse.router_options import ROUTERS, option_names
 from moe.training.command_help import Setting, short_help
 from moe.training.optim_recipe import optim_options
 from moe.training.recipe import Recipe
@@ -83,7 +83,9 @@ class RecipeCommand(Generic[R]):
         # Suggestions for misspelt names: settings, and options of routers and optimizers.
         self._suggestions = set(self._settings)
         for name in self._mappings:
-            for option in optim_options(name) or router_options_by_name():
+            routers = [ROUTERS.get(router) for router in ROUTERS.names()]
+            of_routers = [option for router in routers for option in option_names(router)]
+            for option in optim_options(name) or of_routers:
                 self._suggestions.add(f"{name}.{option}")
 
         self._parser = ArgumentParser(

@@ -337,24 +337,19 @@ SETTINGS_WITHOUT_WEIGHTS = frozenset(
         # Routing: capacity, groups, and options of the routers.
         "capacity_factor",
         "eval_capacity_factor",
+        "convention",
         "expert_capacity",
-        "capacity_scope",
         "min_expert_capacity",
         "group_size",
-        "capacity_rounding",
         "num_selected_experts",
         "router_options",
         "decoder_router_options",
         # Settings of the routers' losses, and of the exchange of rows.
-        "balance_choices",
-        "balance_over",
         "balance_scope",
-        "router_z_loss_over",
         "dispatch",
         # Weights of the losses.
         "load_balance_loss_weight",
         "router_z_loss_weight",
-        "router_loss_reduction",
         "z_loss_weight",
         "label_smoothing",
     }

@@ -158,7 +158,7 @@ def test_losses_of_the_routers_reach_the_loss_and_add_up_over_parts(name):
         "group_size": 1,
         "load_balance_loss_weight": 3.0,
         "router_z_loss_weight": 2.0,
-        "router_loss_reduction": "mean",
+        "convention": "flaxformer",
     }
     sparse = sparse_host(name, fields=fields)
     batch = tiny_batch()

@@ -83,9 +83,8 @@ def assert_same(ours, theirs):
     ("fields", "cut"),
     [
         ({}, [1] * 6),
-        ({"balance_choices": "all"}, [3, 3]),
-        ({"balance_over": "all_positions"}, [1, 4, 1]),
-        ({"router_z_loss_over": "all_positions"}, [1, 4, 1]),
+        ({"convention": "flaxformer"}, [3, 3]),
+        ({"convention": "mesh_tensorflow"}, [1, 4, 1]),
     ],
     ids=str,
 )

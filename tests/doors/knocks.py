@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import peft
 import torch
@@ -34,7 +33,6 @@ from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
 from moe.distributed.mesh import MeshLimits
 from moe.sparse.losses import BalanceTotals
-from moe.sparse.router_options import ROUTER_REQUIREMENTS
 from moe.training.recipe import (
     FinetuneRecipe,
     MixtureRecipe,
@@ -274,16 +272,8 @@ def SparseConfig_(**fields: Any) -> Any:
     return _sparse_config(**fields)
 
 
-def SparseConfig_after(reference: Any, **fields: Any) -> Any:
-    return SparseConfig.after(reference, d_model=7, d_ff=11, num_experts=5, **fields)
-
-
 def STMoEConfig_(**fields: Any) -> Any:
     return STMoEConfig(**{**FIELDS, **fields})
-
-
-def STMoEConfig_after(reference: Any, **fields: Any) -> Any:
-    return STMoEConfig.after(reference, **{**FIELDS, "router_options": None, **fields})
 
 
 def STMoEConfig_from_preset(name: Any, **fields: Any) -> Any:
@@ -378,8 +368,7 @@ def ROUTERS_add(name: Any, value: Any) -> Any:
     registry = type(moe.ROUTERS)
     routers = object.__new__(registry)
     routers.__dict__.update({**moe.ROUTERS.__dict__, "_entries": dict(moe.ROUTERS._entries)})
-    with mock.patch.dict(ROUTER_REQUIREMENTS._entries):
-        return routers.add(name, value)
+    return routers.add(name, value)
 
 
 def PRESETS_get(name: Any) -> Any:

@@ -122,7 +122,7 @@ def test_an_unknown_host_is_refused_with_the_known_ones(tmp_path):
         ({"fields": {"balance_scope": "global"}}, "balance_scope is 'global'"),
         ({"fields": {"d_ff": 28}}, "d_ff cannot be set"),
         ({"fields": {"capacity_facto": 2}}, "capacity_factor"),
-        ({"fields": {"router_loss_reduction": "max"}}, "router_loss_reduction is 'max'"),
+        ({"fields": {"convention": "mine"}}, "convention is 'mine'"),
         ({"fields": {"load_balance_loss_weight": -1}}, "load_balance_loss_weight is -1"),
     ],
 )

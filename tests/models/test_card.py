@@ -86,7 +86,7 @@ def test_what_is_given_and_measured_stands_in_it(tmp_path):
 
 
 def test_an_absolute_capacity_stands_in_it_in_place_of_the_factors():
-    card = ModelCard(model_card(tiny_model(expert_capacity=5, capacity_scope="sequence").config))
+    card = ModelCard(model_card(tiny_model(expert_capacity=5, convention="switch").config))
     assert card.data["expert_capacity"] == 5
     assert "capacity_factor" not in card.data.to_dict()
     assert card.data["drop_rate"] == "not measured"

@@ -351,7 +351,7 @@ def test_config_json_of_the_hub_becomes_ours(folder):
         "router_options": {"policy": "input_jitter", "jitter": 0.03},
         "num_selected_experts": 1,
         "expert_capacity": 2,
-        "capacity_scope": "sequence",
+        "convention": "switch",
         "sparse_position": "second",
         "load_balance_loss_weight": 0.001,
         "router_z_loss_weight": 0.5,

@@ -33,7 +33,7 @@ SWITCH = {  # what a model of ours must be to be a Switch
     "num_selected_experts": 1,
     "sparse_dense_stacking": False,
     "expert_capacity": 3,
-    "capacity_scope": "sequence",
+    "convention": "switch",
     "sparse_position": "second",
 }
 
@@ -140,7 +140,7 @@ def test_every_reason_against_the_format_is_in_one_error(tmp_path):
         "sparse_dense_stacking is True, not False",
         "expert_bias is 'additive'",
         "expert_capacity is None",
-        "capacity_scope is 'group', not 'sequence'",
+        "convention is 'ours', not 'switch'",
         "sparse_position is 'last', not 'second'",
     ):
         assert reason in str(caught.value)
@@ -152,11 +152,11 @@ def test_every_reason_against_the_format_is_in_one_error(tmp_path):
 def test_a_setting_and_a_dtype_can_be_given_on_the_way(tmp_path):
     source = tmp_path / "theirs"
     their_model().save_pretrained(source)
-    settings = ("--set", "expert_capacity=5", "capacity_scope=group")
+    settings = ("--set", "expert_capacity=5", "convention=ours")
     convert(source, tmp_path / "ours", "--dtype", "bfloat16", *settings)
     ours = STMoEForConditionalGeneration.from_pretrained(tmp_path / "ours")
     assert ours.dtype == torch.bfloat16
-    assert (ours.config.expert_capacity, ours.config.capacity_scope) == (5, "group")
+    assert (ours.config.expert_capacity, ours.config.convention) == (5, "ours")
     whole = STMoEForConditionalGeneration.from_pretrained(source, dtype=torch.bfloat16)
     assert_same(dict(ours.named_parameters()), dict(whole.named_parameters()))
     with pytest.raises(ConfigError, match=r"'expert_capasity'.*'expert_capacity'"):

@@ -42,7 +42,7 @@ EXPERTS_CHOOSE = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"router_loss_reduction": "mean"}, EXPERTS_CHOOSE])
+@pytest.mark.parametrize("changes", [{}, {"convention": "flaxformer"}, EXPERTS_CHOOSE])
 def test_with_counted_items_a_batch_is_the_mean_of_its_sequences_by_their_targets(changes):
     model, batch = heavy_model(**changes), tiny_batch()
     targets = (batch["labels"] != -100).double().sum(dim=1)

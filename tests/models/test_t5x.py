@@ -40,7 +40,7 @@ MODELS = {
 FREE = {  # what names and shapes do not say
     "eval_capacity_factor": 0.7,
     "min_expert_capacity": 1,
-    "capacity_rounding": "floor",
+    "convention": "ours",
     "router_options": None,
 }
 PARTS = {"q": "query", "k": "key", "v": "value", "o": "out"}

@@ -31,7 +31,7 @@ class Answer:
 def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
     """Returns what the layer, read as a table of weights and settings, makes of x [B, L, D]."""
     config, (batch, length, width) = layer.config, x.shape
-    most = length if config.capacity_scope == "sequence" else config.group_size
+    most = length if config.rules.capacity_scope == "sequence" else config.group_size
     fitting = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * length <= most)]
     shape = (batch // max(fitting), max(fitting) * length)
     groups = x.reshape(*shape, width)
@@ -53,14 +53,16 @@ def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
     if config.expert_capacity is not None and drop_tokens:
         capacity = min(config.expert_capacity, shape[1])
     elif factor is not None and drop_tokens:
-        least, rounding = config.min_expert_capacity, config.capacity_rounding
+        least, rounding = config.min_expert_capacity, config.rules.capacity_rounding
         capacity = routing.capacity_of(shape[1], config.num_experts, factor, least, rounding)
     found = route(layer, logits, probs, mask, token_ids, capacity)
 
     balance, balance_count = losses.load_balance_of_config(probs, mask, found, config)
-    z = losses.router_z(logits, mask, config.router_z_loss_over)
+    z = losses.router_z(logits, mask, config.rules.router_z_loss_over)
     z_count = (
-        sum(map(sum, mask)) if config.router_z_loss_over == "real_tokens" else shape[0] * shape[1]
+        sum(map(sum, mask))
+        if config.rules.router_z_loss_over == "real_tokens"
+        else shape[0] * shape[1]
     )
     counted = statistics(probs, mask, found, config.num_experts, capacity) | {
         "load_balance_sum": balance.item() * balance_count,

@@ -77,8 +77,8 @@ def load_balance_of_config(probs, mask, routing, config):
     """
     if config.router == "expert_choice":  # experts fill their slots: balanced by construction
         return 0 * probs.sum(), 0
-    choices = config.balance_choices if config.num_selected_experts > 1 else "first"
-    over = config.balance_over
+    choices = config.rules.balance_choices if config.num_selected_experts > 1 else "first"
+    over = config.rules.balance_over
     if config.balance_scope == "group":
         groups = len(mask) if over == "all_positions" else sum(any(group) for group in mask)
         return load_balance(probs, mask, routing, choices, over), groups

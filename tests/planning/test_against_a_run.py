@@ -51,7 +51,7 @@ class Case:
 
 
 STATIC = {"dispatch": "static"}
-SEQUENCES = {"group_size": 64, "capacity_scope": "sequence", "expert_capacity": 3}
+SEQUENCES = {"group_size": 64, "convention": "switch", "expert_capacity": 3}
 TIED = {"feed_forward_proj": "relu", "tie_word_embeddings": True}
 EXACT = {
     "dp_shard x ep, static": Case((1, 2, 2, 1), STATIC),

@@ -69,7 +69,7 @@ def test_settings_that_contradict_each_other_or_are_no_mapping_are_refused():
 def test_in_the_scope_of_a_sequence_each_expert_takes_the_first_tokens_of_each_sequence(
     batch, length, slots, seed
 ):
-    fields = {"capacity_scope": "sequence", "router_options": {"policy": "argmax"}}
+    fields = {"convention": "switch", "router_options": {"policy": "argmax"}}
     layer, x = (
         build_layer("switch", seed, expert_capacity=slots, **fields),
         tokens(batch, length, 7),

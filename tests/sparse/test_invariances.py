@@ -294,9 +294,7 @@ def fresh_compiler():
     "name", ["batch_prioritized", "expert_choice", "hash", "no_token_left_behind"]
 )
 def test_static_dispatch_is_one_graph_that_serves_every_batch_of_its_shape(name, fresh_compiler):
-    layer = build_layer(
-        name, dispatch="static", capacity_rounding="round", eval_capacity_factor=0.9
-    )
+    layer = build_layer(name, dispatch="static", convention="flaxformer", eval_capacity_factor=0.9)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     ids = torch.randint(0, 997, (2, 13))
     compare_compiled(layer, compiled, seed=0, ids=ids)

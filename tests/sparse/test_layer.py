@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe import RouterStats, SparseFeedForward
-from moe.sparse.config import RouterInput
+from moe.sparse.config import CONVENTIONS, RouterInput
 from moe.sparse.routers.token_choice import keep_choices
 from tests.oracles.layer import answer, dense_einsum
 from tests.oracles.stats import summary
@@ -55,16 +55,12 @@ def cases(draw, options):
         "num_selected_experts": min(draw(st.sampled_from([1, 2, 3])), num_experts),
         "capacity_factor": draw(factors),
         "expert_capacity": draw(st.sampled_from([None, None, 1, 2, 3, 50])),
-        "capacity_scope": draw(st.sampled_from(["group", "group", "sequence"])),
+        "convention": draw(st.sampled_from(sorted(CONVENTIONS))),
         "eval_capacity_factor": draw(factors),
         "min_expert_capacity": draw(st.sampled_from([0, 0, 0, 1, 4])),
-        "capacity_rounding": draw(st.sampled_from(["floor", "round"])),
         "group_size": draw(st.sampled_from([1, 2, 3])) * length,
         "router_input": draw(st.sampled_from(["hidden", "hidden", *get_args(RouterInput)])),
-        "balance_choices": draw(st.sampled_from(["first", "all"])),
-        "balance_over": draw(st.sampled_from(["real_tokens", "all_positions"])),
         "balance_scope": draw(st.sampled_from(["group", "group", "micro_batch", "global"])),
-        "router_z_loss_over": draw(st.sampled_from(["real_tokens", "all_positions"])),
         "gated": draw(st.booleans()),
         "activation": draw(st.sampled_from(["gelu", "relu"])),
         "expert_bias": draw(st.sampled_from(["none", "additive", "multiplicative"])),

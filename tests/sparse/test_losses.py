@@ -9,8 +9,6 @@ import math
 import pytest
 import torch
 
-from moe import SparseConfig
-from moe.sparse.config import REFERENCES, reference_fields
 from moe.sparse.losses import add_totals, balance_totals, balance_within
 from tests.sparse.by_hand import assert_close, layer_with_logits, logits_of, tokens
 from tests.sparse.layers import build_layer
@@ -32,7 +30,7 @@ def test_after_mesh_tensorflow_a_group_of_padding_lowers_the_mean_and_after_flax
     x = torch.cat([logits_of([0.9, 0.1], [0.8, 0.2]), logits_of([0.5, 0.5], [0.5, 0.5])])
     mask = [[True, True], [False, False]]
     for reference, share in (("mesh_tensorflow", 1 / 2), ("flaxformer", 1)):
-        fields = {**reference_fields(reference), "group_size": 2}
+        fields = {"convention": reference, "group_size": 2}
         alone, beside = losses_of(x[:1], **fields), losses_of(x, mask, **fields)
         assert beside.load_balance_loss.item() == pytest.approx(
             share * alone.load_balance_loss.item()
@@ -57,10 +55,15 @@ def test_balance_pushes_each_probability_by_the_share_of_its_expert():
 
 
 @pytest.mark.parametrize(
-    ("router", "over"), [("token_choice", "real_tokens"), ("expert_choice", "all_positions")]
+    ("router", "convention"),
+    [
+        ("token_choice", "ours"),
+        ("token_choice", "mesh_tensorflow"),
+        ("expert_choice", "flaxformer"),
+    ],
 )
-def test_the_losses_of_a_group_are_those_of_the_layer_on_that_group_alone(router, over):
-    layer = build_layer(router=router, group_size=13, balance_over=over, router_z_loss_over=over)
+def test_the_losses_of_a_group_are_those_of_the_layer_on_that_group_alone(router, convention):
+    layer = build_layer(router=router, group_size=13, convention=convention)
     x, mask = tokens(3, 13, 7), torch.arange(13) < torch.tensor([[13], [5], [0]])
     losses = layer(x, mask)[1].losses
     alone = [layer(x[row : row + 1], mask[row : row + 1])[1].losses for row in range(3)]
@@ -87,11 +90,9 @@ def test_experts_that_choose_are_balanced_by_construction():
     )  # probabilities as logits: log 1
 
 
-@pytest.mark.parametrize(("over", "choices"), [("real_tokens", "first"), ("all_positions", "all")])
-def test_a_global_scope_in_parts_is_the_scope_at_once_in_loss_and_gradient(over, choices):
-    layer = build_layer(
-        balance_scope="global", balance_over=over, balance_choices=choices, group_size=13
-    )
+@pytest.mark.parametrize("convention", ["ours", "mesh_tensorflow", "flaxformer"])
+def test_a_global_scope_in_parts_is_the_scope_at_once_in_loss_and_gradient(convention):
+    layer = build_layer(balance_scope="global", convention=convention, group_size=13)
     x, mask = tokens(5, 13, 7), torch.rand(5, 13, generator=torch.Generator().manual_seed(0)) < 0.7
     whole = layer(x, mask)[1].losses
     gradient = torch.autograd.grad(whole.load_balance_loss, layer.router.gate)[0]
@@ -125,8 +126,9 @@ UP_TO_THE_GROUP = {"eval_capacity_factor": 1.0, "min_expert_capacity": 0}  # 5/3
 
 def route_after(reference):
     """Routes the table; returns plan and losses."""
-    fields = reference_fields(reference)
-    return layer_with_logits(3, **fields, **UP_TO_THE_GROUP)(logits_of(*TABLE) + 1, MASK)[1]
+    return layer_with_logits(3, convention=reference, **UP_TO_THE_GROUP)(
+        logits_of(*TABLE) + 1, MASK
+    )[1]
 
 
 def test_after_mesh_tensorflow_routes_and_costs_as_worked_out_by_hand():
@@ -165,17 +167,3 @@ def test_after_flaxformer_routes_and_costs_as_worked_out_by_hand():
         3 * (3 * 2.05 + 3 * 0.85 + 2 * 1.1) / 16
     )
     assert router.losses.router_z_loss.item() == pytest.approx((4 + math.log(3) ** 2) / 5)
-
-
-def test_the_references_set_the_same_fields_and_each_to_another_value():
-    mesh, flax = REFERENCES["mesh_tensorflow"], REFERENCES["flaxformer"]
-    assert mesh.keys() == flax.keys()
-    assert all(mesh[name] != flax[name] for name in mesh)
-
-
-def test_fields_beside_a_reference_override_it():
-    sizes = {"d_model": 7, "d_ff": 11, "num_experts": 5}
-    config = SparseConfig.after("flaxformer", **sizes, capacity_rounding="floor")
-    assert (config.capacity_rounding, config.balance_choices) == ("floor", "all")
-    config.router_options["normalize_gates"] = True
-    assert REFERENCES["flaxformer"]["router_options"]["normalize_gates"] is False

@@ -110,7 +110,7 @@ def test_initial_weights_have_the_deviation_that_the_configuration_asks_for():
     fields = {"d_model": 101, "d_ff": 211, "num_experts": 13, "initializer_scale": 0.1}
     gate = build_layer(**fields, router_initializer_std=0.02).router.gate
     assert gate.std().item() == pytest.approx(0.02, rel=0.1)
-    layer = build_layer(**fields, router_initializer_std=None)
+    layer = build_layer(**fields, convention="mesh_tensorflow", router_initializer_std=None)
     for weight in (layer.router.gate, layer.experts.gate_up_proj, layer.experts.down_proj):
         std = math.sqrt(0.1 / weight.shape[-1])
         assert weight.std().item() == pytest.approx(std, rel=0.1)

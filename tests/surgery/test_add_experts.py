@@ -71,7 +71,7 @@ def test_the_balance_loss_stays_where_it_counts_first_choices(tmp_path):
     torch.testing.assert_close(after.load_balance_loss, before.load_balance_loss)
     assert after.router_z_loss > before.router_z_loss
 
-    counts_all = tiny_model(balance_choices="all")
+    counts_all = tiny_model(convention="flaxformer")
     (tmp_path / "all").mkdir()
     larger = enlarge(counts_all, tmp_path / "all", num_experts=14)
     ratio = larger(**tiny_batch()).load_balance_loss / counts_all(**tiny_batch()).load_balance_loss

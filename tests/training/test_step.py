@@ -43,8 +43,8 @@ BIASES = {"router": "bias_balanced", "router_options": None}
     [
         (1, {}),
         (2, {"balance_scope": "global", "load_balance_loss_weight": 3.0}),
-        (1, {"balance_scope": "ranks", "balance_over": "all_positions", "balance_choices": "all"}),
-        (2, {"router_z_loss_over": "all_positions", "router_loss_reduction": "mean"}),
+        (1, {"balance_scope": "ranks", "convention": "mesh_tensorflow"}),
+        (2, {"convention": "flaxformer"}),
         (1, BIASES),
     ],
     ids=str,
@@ -64,9 +64,14 @@ def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
         updated(tiny_model(group_size=26).train(), recipe(micro_batch_size=1))
 
 
+# The convention also averages them over layers.
+NO_ROUTER_LOSSES = {"load_balance_loss_weight": 0.0, "router_z_loss_weight": 0.0}
+
+
 def test_where_a_sequence_is_a_group_any_cut_gives_the_update_of_groups_of_one_sequence():
-    by_size = {"group_size": 13, "expert_capacity": 2}
-    by_scope = {"group_size": 4096, "expert_capacity": 2, "capacity_scope": "sequence"}
+    by_size = {"group_size": 13, "expert_capacity": 2, **NO_ROUTER_LOSSES}
+    by_scope = {"group_size": 4096, "expert_capacity": 2, "convention": "switch"}
+    by_scope |= NO_ROUTER_LOSSES
     _, expected = updated(tiny_model(**by_size).double().train(), recipe(), steps=1)
     for micro in (None, 1):
         model = tiny_model(**by_scope).double().train()

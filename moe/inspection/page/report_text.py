@@ -20,7 +20,9 @@ from moe.tracing.trace import Trace, layer_name
 def size_sentence(config: STMoEConfig) -> str:
     """Returns the sizes of the model as a sentence."""
     if config.expert_capacity is not None:
-        capacity = f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
+        capacity = (
+            f"{config.expert_capacity} slots of an expert in each {config.rules.capacity_scope}"
+        )
     else:
         training = _capacity_factor(config.capacity_factor)
         evaluation = _capacity_factor(config.eval_capacity_factor)

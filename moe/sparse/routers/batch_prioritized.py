@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from moe.sparse.plan import RouterScores
-from moe.sparse.router import ROUTERS
+from moe.sparse.router_options import ROUTERS
 from moe.sparse.routers.token_choice import TokenChoiceRouter
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from moe.sparse.config import SparseConfig
 from moe.sparse.losses import RouterLosses, router_losses
 from moe.sparse.plan import DispatchPlan, RouterScores
-from moe.sparse.router import ROUTERS, Router
+from moe.sparse.router import Router
+from moe.sparse.router_options import ROUTERS
 
 Over = Literal["experts", "tokens"]
 

@@ -10,7 +10,8 @@ from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.inputs import can_read_values
 from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
-from moe.sparse.router import ROUTERS, Router, RouterInputs
+from moe.sparse.router import Router, RouterInputs
+from moe.sparse.router_options import ROUTERS
 
 # A logit whose exp is exactly 0 in float32 and float64, and that stays finite in every loss.
 _NEVER = -1e4

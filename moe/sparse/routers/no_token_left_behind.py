@@ -9,7 +9,8 @@ from torch import Tensor
 from moe.checks import check_integer
 from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan, RouterScores, queue_position
-from moe.sparse.router import ROUTERS, Router
+from moe.sparse.router import Router
+from moe.sparse.router_options import ROUTERS
 from moe.sparse.routers.token_choice import select_experts
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from moe.checks import check_number
 from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan, RouterScores
-from moe.sparse.router import ROUTERS, Router
+from moe.sparse.router import Router
+from moe.sparse.router_options import ROUTERS
 from moe.sparse.routers.token_choice import select_experts
 
 Policy = Literal["argmax", "input_jitter", "input_dropout", "sample"]

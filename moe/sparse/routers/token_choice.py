@@ -9,7 +9,8 @@ from torch import Tensor
 from moe.checks import check_number
 from moe.sparse.config import SparseConfig
 from moe.sparse.plan import DispatchPlan, RouterScores
-from moe.sparse.router import ROUTERS, Router
+from moe.sparse.router import Router
+from moe.sparse.router_options import ROUTERS
 
 Policy = Literal["all", "none", "threshold", "random"]
 
