@@ -34,9 +34,9 @@ def on_a_rank(folder):
         gradients.append([whole(parameter.grad) for parameter in parameters])
 
     register_optimizer_step_pre_hook(keep_gradients)
-    (program,) = blocks(DOCS / "guides/pretrain.md", "python", "In your own code")
+    (program,) = blocks(DOCS / "guides/own_loop.md", "python")
     names = {"__name__": "program"}
-    exec(compile(program, "pretrain.md", "exec"), names)
+    exec(compile(program, "own_loop.md", "exec"), names)
     answer = {name: names[name] for name in ("total", "norm", "tokens", "pairs")}
     torch.save({**answer, "gradients": gradients}, f"{names['world'].rank}.pt")
 
