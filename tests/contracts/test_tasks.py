@@ -12,6 +12,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -44,6 +45,13 @@ CORRELATIONS = {metric.name for metric in (MATTHEWS, PEARSON, SPEARMAN)}
 MAX_CHECKED = 101  # examples of a split whose choices are looked at one by one
 
 
+@cache
+def examples_by_split(name):
+    """Returns the examples of every split, read once for all tests."""
+    task = TASKS.get(name)
+    return {split: examples_of(task, split) for split in task.source.splits}
+
+
 @pytest.mark.parametrize("name", TASKS.names())
 def test_a_task_describes_itself_and_its_examples_fit_it(name, tmp_path):
     task = TASKS.get(name)
@@ -66,8 +74,8 @@ def test_a_task_describes_itself_and_its_examples_fit_it(name, tmp_path):
     # A model is asked by the id: it must not hold the target.
     assert not {"targets", "label", "answers"} & {*task.ids, *task.groups}
 
-    for split in splits:
-        examples = examples_of(task, split)
+    by_split = examples_by_split(name)
+    for split, examples in by_split.items():
         assert len({example.id for example in examples}) == len(examples) > 0
         hidden = [HIDDEN_TARGET] if split in task.source.hidden else []
         for example in examples[:MAX_CHECKED]:
@@ -82,7 +90,7 @@ def test_a_task_describes_itself_and_its_examples_fit_it(name, tmp_path):
                 assert str(-1) not in values
 
     # They are the same each time, and when they are read back from a run.
-    examples = examples_of(task, task.split)[:MAX_CHECKED]
+    examples = by_split[task.split][:MAX_CHECKED]
     assert examples_of(task, task.split)[:MAX_CHECKED] == examples
     digest = write_examples(tmp_path, task, examples)
     saved = read_examples(tmp_path, replace(a_task(name), version=task.version, digest=digest))
@@ -127,7 +135,7 @@ def test_an_unknown_split_is_refused():
 def test_offline_splits_share_no_id_and_no_input_and_test_every_choice(name):
     """Groups may be shared: names of one thing are trained on in other languages."""
     task = TASKS.get(name)
-    splits = {split: examples_of(task, split) for split in task.source.splits}
+    splits = examples_by_split(name)
     assert list(splits) == list(SPLITS)
     for field in ("id", "inputs"):
         seen = [{getattr(example, field) for example in examples} for examples in splits.values()]

@@ -2,6 +2,7 @@
 checkpoint.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from moe.data.tokenizer import train_tokenizer
+from stmoe_eval.pairs import PAIR_TASKS
 from stmoe_eval.scores.metrics import ACCURACY
 from stmoe_eval.source import BuiltIn
-from stmoe_eval.task import Decoding, Task
+from stmoe_eval.task import TASKS, Decoding, Task
 from stmoe_eval.text.postprocess import label_index
 from tests.models.tiny import tiny_model
 
@@ -69,3 +71,12 @@ def colour_task() -> Task:
 @pytest.fixture(scope="session")
 def task() -> Task:
     return colour_task()
+
+
+@pytest.fixture
+def short_answers(monkeypatch):
+    """Lets tasks and pairs be answered with a few tokens: a random model rarely ends an answer."""
+    for tasks, names in ((TASKS._entries, TASKS.names()), (PAIR_TASKS, list(PAIR_TASKS))):
+        for name in names:
+            decoding = tasks[name].decoding._replace(max_tokens=5)
+            monkeypatch.setitem(tasks, name, replace(tasks[name], decoding=decoding))

@@ -12,6 +12,7 @@ from moe.errors import DataError
 from stmoe_eval.commands.run import print_scores
 from stmoe_eval.run import evaluate
 
+pytestmark = pytest.mark.usefixtures("short_answers")
 ROWS = Path(__file__).parent / "fixtures" / "boolq" / "validation.jsonl"
 
 

@@ -44,7 +44,8 @@ def test_answers_and_targets_are_compared_in_one_form(examples):
 
 @pytest.mark.slow
 def test_a_model_is_evaluated_beside_the_baselines(folders, tmp_path, capsys):
-    words = ["--model", folders["moe"], "--tasks", "names", "--limit", 50, "--out", tmp_path]
+    words = ["--model", folders["moe"], "--tasks", "names", "--limit", 50]
+    words += ["--train-examples", 40_000, "--out", tmp_path]
     stmoe.main(["eval", "run", *map(str, words)])
     (task,) = json.loads((tmp_path / "report.json").read_text())["tasks"]
     assert (task["licence"], task["split"], task["num_available"]) == (

@@ -14,6 +14,7 @@ from stmoe_eval.pairs import PAIR_TASKS, read_pairs_task
 from stmoe_eval.task import TASKS
 from tests.eval.conftest import THINGS
 
+pytestmark = pytest.mark.usefixtures("short_answers")
 PAIRS = []
 for _number in range(4):
     for _thing, _colour in THINGS.items():

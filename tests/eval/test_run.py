@@ -23,6 +23,7 @@ from stmoe_eval.scores.superglue import SUPERGLUE
 from stmoe_eval.task import TASKS
 
 FIXTURES = Path(__file__).parent / "fixtures"
+pytestmark = pytest.mark.usefixtures("short_answers")
 
 
 def run(folders, tasks, out, **options):

@@ -16,6 +16,7 @@ from stmoe_eval.submission import write_submission
 from stmoe_eval.task import TASKS
 from tests.eval.rows import predictions_by_id
 
+pytestmark = pytest.mark.usefixtures("short_answers")
 FIXTURES = Path(__file__).parent / "fixtures"
 
 JSON_LINES = {
