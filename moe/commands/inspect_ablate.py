@@ -5,13 +5,7 @@ stmoe inspect ablate --trace runs/trace --kind reroute --out runs/reroute.json
 """
 
 from moe.cli import Parser, integer, model_path
-from moe.commands.routing_inputs import (
-    add_batches,
-    add_trace,
-    command_text,
-    load_traced,
-    read_again,
-)
+from moe.commands.routing_inputs import add_batches, add_trace, command_text, load_traced
 from moe.files import output_path
 from moe.inspection.ablation.ablate import ablate_experts
 from moe.inspection.ablation.ablation_table import (
@@ -26,6 +20,7 @@ from moe.inspection.page.panel_data import write_ablation
 from moe.inspection.statistics.token_classes import classify
 from moe.inspection.tables import loss_sentence
 from moe.parsing import printable
+from moe.tracing.examples import batches_of
 from moe.tracing.trace_file import read_trace
 
 
@@ -62,7 +57,7 @@ def main(argv: list[str]) -> None:
     read = classify(trace.encoder, tokenizer)
     ablation = ablate_experts(
         inspected.model,
-        read_again(trace, options),
+        list(batches_of(trace, options.batch_size)),
         dict(zip(targets.names, targets.members, strict=True)),
         intervention=options.kind,
         input_classes=dict(zip(read.names, read.members, strict=True)),

@@ -6,7 +6,7 @@ stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/
 from collections.abc import Mapping
 
 from moe.cli import Parser, model_path
-from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches, add_trace, load_traced
 from moe.estimates import Estimate
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, split_loss
@@ -15,6 +15,7 @@ from moe.inspection.statistics.matching import ExpertMatching, choice_agreement,
 from moe.inspection.tables import format_table, loss_sentence
 from moe.parsing import printable
 from moe.sparse.editing import LayerKey
+from moe.tracing.examples import batches_of
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.trace import Trace, layer_name
 from moe.tracing.trace_file import read_trace
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> None:
     second = load_traced(trace, options.model, dropless=options.dropless, hosts=False)
 
     # Both read the same batches, and the second one also with the routing of the first.
-    batches = read_again(trace, options)
+    batches = list(batches_of(trace, options.batch_size))
     recorded = record_routing(first.model, batches, provenance=Provenance(model=str(first.folder)))
     other = record_routing(second.model, batches, provenance=Provenance(model=str(second.folder)))
     split = split_loss(first.model, second.model, recorded, batches)

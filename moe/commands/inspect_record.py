@@ -10,7 +10,6 @@ from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, model_path
 from moe.commands.routing_inputs import (
     add_inputs,
-    check_inputs_options,
     command_text,
     describe_inputs,
     load_inspected,
@@ -60,7 +59,6 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
 
     # Reject invalid options before loading the model.
-    check_inputs_options(options)
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)
     check_kind(out, "trace")

@@ -6,9 +6,10 @@ stmoe inspect replay --trace runs/trace --model runs/quantised/model
 import torch
 
 from moe.cli import Parser, model_path
-from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches, add_trace, load_traced
 from moe.inspection.ablation.loss_split import token_losses
 from moe.inspection.tables import format_table
+from moe.tracing.examples import batches_of
 from moe.tracing.replay import replay_routing
 from moe.tracing.trace_file import read_trace
 
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
     trace = read_trace(options.trace)
     model = load_traced(trace, options.model, dropless=options.dropless, hosts=False).model
-    batches = read_again(trace, options)
+    batches = list(batches_of(trace, options.batch_size))
 
     # The same batches twice: with the router's own choices, and with the trace's choices.
     recorded = token_losses(model, batches)

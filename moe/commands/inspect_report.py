@@ -7,14 +7,13 @@ stmoe inspect report --model runs/pretrain/model --corpus runs/corpus --out repo
 
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, model_path
 from moe.commands.routing_inputs import (
     add_inputs,
-    check_inputs_options,
     command_text,
     describe_inputs,
     load_inspected,
@@ -24,8 +23,8 @@ from moe.data.corpus import corpus_rows, load_corpus
 from moe.errors import DataError
 from moe.files import output_path
 from moe.inspection.formatting import format_versions
-from moe.inspection.page.evaluation_panel import read_evaluations
-from moe.inspection.page.report_inputs import find_recipe, read_stages
+from moe.inspection.page.evaluation_panel import read_evaluation
+from moe.inspection.page.report_inputs import find_recipe, named_paths, read_stages
 from moe.inspection.page.report_text import domain_sentences, tables_by_domain
 from moe.inspection.page.router_report import GENERATOR, write_report
 from moe.inspection.tables import (
@@ -72,11 +71,12 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
 
     # Reject invalid options before loading the model.
-    check_inputs_options(options)
     inputs = [options.model, options.corpus, options.pairs]
     out = page_path(options.out, inputs=inputs)
     stages = read_stages(options.metrics)
-    evaluations = read_evaluations(options.evaluation)
+    evaluations = {}
+    for title, file in named_paths("--evaluation", options.evaluation).items():
+        evaluations[title] = read_evaluation(file)
 
     inspected = load_inspected(options.model, dropless=options.dropless, hosts=False)
     trace = record_routing(inspected.model, read_batches(options, inspected))
@@ -87,6 +87,8 @@ def main(argv: list[str]) -> None:
     text = describe_inputs(options, inspected)
     num_examples = f"{trace.document.numel():,} examples, {trace.encoder.ids.numel():,} encoder"
     device = f"{inspected.model.device.type} ({platform.machine()})"
+    versions = {"python": platform.python_version()}
+    versions |= {name: version(name) for name in ("stmoe", "torch", "transformers")}
     facts = [
         ("model", f"`{printable(options.model)}`, fingerprint {fingerprint}"),
         (
@@ -98,7 +100,7 @@ def main(argv: list[str]) -> None:
         ("text", printable(text)),
         ("traced", f"{num_examples} and {trace.decoder.ids.numel():,} decoder tokens"),
         ("loss", loss_sentence(trace)),
-        ("made with", f"{format_versions(library_versions())}; {device}"),
+        ("made with", f"{format_versions(versions)}; {device}"),
         ("made by", f"`{printable(command_text('report', argv))}`"),
     ]
 
@@ -122,17 +124,6 @@ def main(argv: list[str]) -> None:
     print(f"Traced: {printable(text)}.")
     print(loss_sentence(trace))
     print(f"The report is {printable(out.resolve())}.")
-
-
-def library_versions() -> dict[str, str]:
-    """Returns the versions of Python, this library, torch and transformers."""
-    versions = {"python": platform.python_version()}
-    for name in ("stmoe", "torch", "transformers"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree that is not installed
-            versions[name] = "not installed, run from its source"
-    return versions
 
 
 def page_path(text: str, inputs: Sequence[Path | None]) -> Path:

@@ -5,7 +5,6 @@ stmoe inspect view --trace runs/trace --ablation runs/ablation.json --out runs/v
 """
 
 import json
-import math
 from typing import Any
 
 from moe.cli import Parser, integer, model_path, path
@@ -14,13 +13,16 @@ from moe.files import output_path, write_text
 from moe.inspection.page.panel_data import LayerClasses, read_ablation, view_classes
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
-from moe.inspection.statistics.routing_entropy import sentinel_entropies
+from moe.inspection.statistics.routing_entropy import (
+    SENTINEL_HEADER,
+    sentinel_entropies,
+    sentinel_rows,
+)
 from moe.inspection.tables import format_table, loss_sentence
 from moe.parsing import printable, to_json
 from moe.tracing.trace import Trace, layer_name
 from moe.tracing.trace_file import read_trace
 
-SENTINEL_HEADER = ["sparse layer", "sentinels", "all tokens", "even (ln E)", "sentinel tokens"]
 CLASS_HEADER = ["sparse layer", "class", "tokens", "expert", "of the class", "lift", "p"]
 _LEVEL = 0.05
 
@@ -73,7 +75,7 @@ def main(argv: list[str]) -> None:
         command = command_text("view", argv)
         write_text(numbers, tables_json(trace, entropies, classes, command))
     print(loss_sentence(trace))
-    print(sentinel_table(entropies))
+    print(format_table(SENTINEL_HEADER, sentinel_rows(entropies)))
     print()
     print(class_summary(trace, classes))
     print(f"The page is {printable(out.resolve())}.")
@@ -105,21 +107,6 @@ def tables_json(
         "classes": of_classes,
     }
     return json.dumps(to_json(content), indent=1) + "\n"
-
-
-def sentinel_table(rows: list[dict[str, Any]]) -> str:
-    """Returns the paper's Table 14 of a trace: entropies in nats with 95 % intervals."""
-    cells = []
-    for row in rows:
-        entropies = []
-        for estimate in (row["sentinels"], row["all_tokens"]):
-            is_known = not math.isnan(estimate.value)
-            interval = f"({estimate.low:.2f} to {estimate.high:.2f})"
-            entropies.append(f"{estimate.value:.2f} {interval}" if is_known else "-")
-        cells.append(
-            [row["layer"], *entropies, f"{row['even']:.2f}", f"{row['sentinel_tokens']:,}"]
-        )
-    return format_table(SENTINEL_HEADER, cells)
 
 
 def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:

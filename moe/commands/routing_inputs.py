@@ -23,7 +23,6 @@ from moe.registry import load_entry_point
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import (
     SourceText,
-    batches_of,
     continued_batches,
     corrupted_batches,
     describe_noise,
@@ -152,18 +151,12 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
         default=64,
         help="most encoder tokens of an example (64)",
     )
-    add_noise_density(parser)
-    add_batches(parser, dropless=required)
-
-
-def add_noise_density(parser: Parser) -> None:
-    """Adds the option for the share of masked text."""
-    density = real(above=0, most=DENSEST)
     parser.add_argument(
         "--noise-density",
-        type=density,
+        type=real(above=0, most=DENSEST),
         help="share of the tokens to mask (that of the model's pre-training, 0.15 if unknown)",
     )
+    add_batches(parser, dropless=required)
 
 
 def add_batches(parser: Parser, *, dropless: bool = True) -> None:
@@ -183,19 +176,6 @@ def add_batches(parser: Parser, *, dropless: bool = True) -> None:
 def command_text(verb: str, argv: Sequence[str]) -> str:
     """Returns the command of a verb as the user typed it, for the files that it writes."""
     return shlex.join(["stmoe", "inspect", verb, *argv])
-
-
-def check_inputs_options(options: Namespace) -> None:
-    """Raises a ConfigError for --noise-density where nothing is masked, and options of pairs without a table."""
-    if options.noise_density is not None and not (options.corpus or options.text):
-        raise ConfigError(
-            "--noise-density has no effect on pairs, which are not masked. Leave it out, or give "
-            "--corpus or --text."
-        )
-    if options.columns and not options.pairs:
-        raise ConfigError("--columns has no effect without --pairs. Leave it out.")
-    if options.by_prefix and not options.pairs:
-        raise ConfigError("--by-prefix has no effect without --pairs. Leave it out.")
 
 
 def describe_inputs(options: Namespace, inspected: InspectedModel) -> str:
@@ -345,8 +325,3 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     """
     tokens = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.sha256(tokens.encode()).hexdigest()[:16]
-
-
-def read_again(trace: Trace, options: Namespace) -> list[TracedBatch]:
-    """Returns the examples of a trace in batches, according to the options of `add_batches`."""
-    return list(batches_of(trace, options.batch_size))

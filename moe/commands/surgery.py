@@ -12,13 +12,7 @@ from pathlib import Path
 from moe.checksums import write_sums
 from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
-from moe.commands.routing_inputs import (
-    add_inputs,
-    check_inputs_options,
-    describe_inputs,
-    read_batches,
-    with_tokenizer,
-)
+from moe.commands.routing_inputs import add_inputs, describe_inputs, read_batches, with_tokenizer
 from moe.commands.surgery_report import SurgeryReport, SurgeryResult, compare, measure, size_rows
 from moe.convert.formats import find_tokenizer_files
 from moe.convert.t5x import is_t5x
@@ -82,7 +76,6 @@ def perform_surgery(
             f"stmoe {verb} needs text, from which it measures the experts. Give --corpus, --text, "
             "--pairs or --task."
         )
-    check_inputs_options(options)
     inputs = [options.source, options.corpus, options.pairs]
     target = new_model_folder(options.to, inputs)
 

@@ -7,10 +7,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
-from moe.data.tokenizer import piece_texts
-from moe.sparse.editing import LayerKey
 from moe.sparse.stats import RouterStats
 from moe.tracing.trace import LayerTrace, Trace, layer_name
 
@@ -34,43 +31,21 @@ HEALTH_HEADER = [
 ]
 
 
-class LayerCounts(NamedTuple):
-    """First choices of one sparse layer by token id, and its statistics.
+def first_choices(trace: Trace, layer: LayerTrace, vocab_size: int) -> Tensor:
+    """Returns <int64>[V, E]: how often each token id has an expert of a layer as its first choice.
 
-    Attributes:
-        key: The layer: its stack, and its number there from 0.
-        first_choice: <int64>[V, E] how often a token id had an expert as its first choice.
-        stats: Summed statistics.
-    """
-
-    key: LayerKey
-    first_choice: Tensor
-    stats: RouterStats
-
-
-RoutingCounts = tuple[LayerCounts, ...]
-"""One LayerCounts for each sparse layer, the encoder's first."""
-
-
-def count_tokens(trace: Trace, vocab_size: int) -> RoutingCounts:
-    """Returns the counts of all tokens of a trace; the decoder's are its input tokens.
+    The decoder's tokens are its inputs.
 
     Source:
         ST-MoE (arXiv:2202.08906) §7: tokens by expert and layer.
     """
-    counts = []
-    for layer in trace.layers:
-        ids = trace.stack(layer.facts.stack).ids.long()  # [N]
-        first = layer.first.long()  # [N]
-        has_first = first >= 0
-
-        # Each first choice counts in one cell of the table.
-        num_experts = layer.facts.num_experts
-        cells = (ids * num_experts + first)[has_first]
-        first_choice = torch.bincount(cells, minlength=vocab_size * num_experts)
-        first_choice = rearrange(first_choice, "(v e) -> v e", e=num_experts)
-        counts.append(LayerCounts(layer.key, first_choice, layer.stats))
-    return tuple(counts)
+    ids = trace.stack(layer.facts.stack).ids.long()  # [N]
+    first = layer.first.long()  # [N]
+    has_first = first >= 0
+    num_experts = layer.facts.num_experts
+    cells = (ids * num_experts + first)[has_first]
+    counts = torch.bincount(cells, minlength=vocab_size * num_experts)
+    return rearrange(counts, "(v e) -> v e", e=num_experts)
 
 
 # ---------------------------------------------------------------------------
@@ -94,23 +69,32 @@ class TokenCount(NamedTuple):
     lift: float
 
 
-def top_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCount]:
+def top_tokens(
+    counts: Tensor, expert: int, *, preferred: bool = False, number: int = 12
+) -> list[TokenCount]:
     """Returns the tokens that an expert receives most, by falling count.
 
     Args:
         counts: <int64>[V, E] first choices.
         expert: Number of the expert, from 0.
+        preferred: Whether to return the tokens that it prefers, by falling lift.
         number: Largest number of tokens to return.
     """
-    received = counts[:, expert].double()  # [V]
-    return _largest(received, received > 0, counts, expert, number)
-
-
-def preferred_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCount]:
-    """Returns the tokens that an expert prefers, by falling lift; arguments as in `top_tokens`."""
     lift = smoothed_lift(counts, expert)  # [V]
-    is_listed = (lift > 1) & (counts.sum(dim=1) >= MIN_OCCURRENCES)
-    return _largest(lift, is_listed, counts, expert, number)
+    seen = counts.sum(dim=1)  # [V]
+    received = counts[:, expert]  # [V]
+    values = received.double()
+    is_listed = received > 0
+    if preferred:
+        values = lift
+        is_listed = (lift > 1) & (seen >= MIN_OCCURRENCES)
+
+    # Tokens that are not listed come last.
+    order = values.masked_fill(~is_listed, -math.inf).argsort(descending=True, stable=True)
+    tokens = []
+    for token in order[: min(number, int(is_listed.sum()))].tolist():
+        tokens.append(TokenCount(token, int(received[token]), int(seen[token]), float(lift[token])))
+    return tokens
 
 
 def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
@@ -134,73 +118,18 @@ def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
     return (k / q.clamp(min=1e-12) + _SMOOTHING) / (n + _SMOOTHING)
 
 
-def _largest(
-    values: Tensor, is_listed: Tensor, counts: Tensor, expert: int, number: int
-) -> list[TokenCount]:
-    """Returns the tokens of the largest values.
-
-    Args:
-        values: <float64>[V] by which tokens are ordered.
-        is_listed: <bool>[V] tokens that may be returned.
-        counts: <int64>[V, E] first choices.
-        expert: Number of the expert, from 0.
-        number: Largest number of tokens to return.
-    """
-    lift = smoothed_lift(counts, expert)  # [V]
-    seen = counts.sum(dim=1)  # [V]
-
-    # Tokens that are not listed come last.
-    order = values.masked_fill(~is_listed, -math.inf).argsort(descending=True, stable=True)
-    tokens = []
-    for token in order[: min(number, int(is_listed.sum()))].tolist():
-        occurrences = int(counts[token, expert])
-        tokens.append(TokenCount(token, occurrences, int(seen[token]), float(lift[token])))
-    return tokens
-
-
-def token_names(
-    tokenizer: PreTrainedTokenizerFast, layer: LayerCounts, tokens: Sequence[int]
-) -> list[str]:
-    """Returns how tokens of a layer are shown.
-
-    The padding token that a decoder starts with is `<start>`; other padding is never in a trace.
-    """
-    names = []
-    for token, text in zip(tokens, piece_texts(tokenizer, tokens), strict=True):
-        is_start = layer.key[0] == "decoder" and token == tokenizer.pad_token_id
-        names.append("<start>" if is_start else text)
-    return names
-
-
 # ---------------------------------------------------------------------------
 # Load and entropy
 
 
-def routing_entropy(counts: Tensor, tokens: Tensor) -> float:
-    """Returns the entropy in nats of the experts that a class of tokens is routed to; 0 without
-    tokens.
-
-    Args:
-        counts: <int64>[V, E] first choices.
-        tokens: <bool>[V] the class.
-
-    Source:
-        ST-MoE (arXiv:2202.08906) Table 14: sentinels in the encoder are routed with less entropy
-        than ln E.
-    """
-    load = counts[tokens].sum(dim=0).double()  # [E]
-    share = load / load.sum().clamp(min=1)
-    return float(torch.special.entr(share).sum())
-
-
-def load_shares(layer: LayerCounts) -> list[float]:
+def load_shares(layer: LayerTrace) -> list[float]:
     """Returns each expert's share of the requested slots, before capacity; they sum to 1."""
     load = layer.stats.expert_load.double()  # [E]
     return (load / load.sum().clamp(min=1)).tolist()
 
 
-def health_rows(layers: Sequence[LayerCounts | LayerTrace]) -> list[list[str]]:
-    """Returns a row for each layer, counted or traced, under HEALTH_HEADER.
+def health_rows(layers: Sequence[LayerTrace]) -> list[list[str]]:
+    """Returns a row for each layer under HEALTH_HEADER.
 
     Entropy is shown with its largest possible value, ln E.
     """
@@ -222,7 +151,7 @@ def health_rows(layers: Sequence[LayerCounts | LayerTrace]) -> list[list[str]]:
     return rows
 
 
-def balance_sentence(layers: Sequence[LayerCounts | LayerTrace]) -> str:
+def balance_sentence(layers: Sequence[LayerTrace]) -> str:
     """Returns how far the busiest experts are above the mean load, over all layers."""
     violations = RouterStats.max_violations([layer.stats for layer in layers])
     return (

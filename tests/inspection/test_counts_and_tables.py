@@ -5,16 +5,12 @@ import math
 import pytest
 import torch
 
-from moe.data.tokenizer import train_tokenizer
 from moe.inspection.tables import (
-    count_tokens,
+    first_choices,
     format_table,
     health_rows,
     load_shares,
     loss_sentence,
-    preferred_tokens,
-    routing_entropy,
-    token_names,
     top_tokens,
     unigram_entropy,
 )
@@ -40,13 +36,9 @@ def test_a_model_that_is_worse_than_the_unigram_entropy_of_a_long_text_is_warned
         assert ("Warning" in text) is (is_worse and is_long)
 
 
-def count(model, batches):
-    return count_tokens(record_routing(model, traced_batches(batches)), model.config.vocab_size)
-
-
 def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
     model, batches = tiny_model().train(), [tiny_batch(seed=seed) for seed in (0, 1)]
-    counts = count(model, batches)
+    trace = record_routing(model, traced_batches(batches))
     assert model.training
     model.eval()
     expected = [[[0] * 7 for _ in range(131)] for _ in range(2)]
@@ -64,9 +56,8 @@ def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
                     if real[row, position]:
                         token = int(ids[row, position])
                         expected[side][token][int(index[row, position, 0])] += 1
-    assert [layer.key for layer in counts] == [("encoder", 0), ("decoder", 0)]
-    for side, layer in enumerate(counts):
-        assert layer.first_choice.tolist() == expected[side]
+    for side, layer in enumerate(trace.layers):
+        assert first_choices(trace, layer, 131).tolist() == expected[side]
 
 
 def test_top_tokens_and_lift_by_hand():
@@ -77,42 +68,26 @@ def test_top_tokens_and_lift_by_hand():
 
     # Of all 101 tokens expert 0 gets 41 and expert 1 gets 60. Token 3, seen once, is preferred by
     # nobody.
-    preferred = preferred_tokens(counts, 0)
+    preferred = top_tokens(counts, 0, preferred=True)
     assert [entry.token for entry in preferred] == [0, 2]
     assert preferred[0].lift == pytest.approx((30 + 20 * 41 / 101) / (40 + 20) / (41 / 101))
     assert preferred[1].lift == pytest.approx((10 + 20 * 41 / 101) / (20 + 20) / (41 / 101))
-    assert [entry.token for entry in preferred_tokens(counts, 1)] == [1]
+    assert [entry.token for entry in top_tokens(counts, 1, preferred=True)] == [1]
 
 
 def test_lift_ranks_tokens_that_never_go_elsewhere_by_evidence():
     counts = torch.tensor([[1000, 0, 0, 0], [10, 0, 0, 0], [0, 1010, 1010, 1010]])
-    preferred = preferred_tokens(counts, 0)
+    preferred = top_tokens(counts, 0, preferred=True)
     counted = [(entry.token, entry.occurrences, entry.seen) for entry in preferred]
     assert counted == [(0, 1000, 1000), (1, 10, 10)]
     assert 3.9 < preferred[0].lift < 4  # the most that the expert's quarter of all tokens allows
     assert preferred[1].lift == pytest.approx((10 + 20 / 4) / 30 * 4)
 
 
-def test_the_token_that_a_decoder_starts_with_is_no_padding(tmp_path):
-    texts = ["some words to learn, and some more words"] * 9
-    tokenizer = train_tokenizer(texts, 118, tmp_path / "tokenizer")
-    encoder, decoder = count(tiny_model(), [tiny_batch()])
-    assert token_names(tokenizer, decoder, [0, 1]) == ["<start>", "</s>"]
-    assert int(decoder.first_choice[0].sum()) == 4  # once in each row
-    assert int(encoder.first_choice[0].sum()) == 0
-
-
-def test_entropy_of_even_routing_is_ln_e_and_of_one_expert_zero():
-    counts = torch.tensor([[5, 5, 5, 5], [9, 0, 0, 0]])
-    assert routing_entropy(counts, torch.tensor([True, False])) == pytest.approx(math.log(4))
-    assert routing_entropy(counts, torch.tensor([False, True])) == 0
-    assert routing_entropy(counts, torch.tensor([False, False])) == 0
-
-
 def test_shares_add_up_and_a_table_has_a_row_for_each_layer():
-    counts = count(tiny_model(), [tiny_batch()])
-    for layer in counts:
+    layers = record_routing(tiny_model(), traced_batches([tiny_batch()])).layers
+    for layer in layers:
         assert sum(load_shares(layer)) == pytest.approx(1)
-    rows = health_rows(counts)
+    rows = health_rows(layers)
     assert [row[0] for row in rows] == ["encoder 1", "decoder 1"]
     assert format_table(["a", "long"], [["wide cell", "x"]]) == "a          long\nwide cell  x"

@@ -212,22 +212,7 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
         run("replay", "--trace", trace, "--model", model)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["record", "--model", "m", "--out", "o", "--pairs", "a", "--noise-density", "0.5"],
-            "--noise-density has no effect on pairs",
-        ),
-        (
-            ["record", "--model", "m", "--out", "o", "--text", "a", "--columns", "inputs=b"],
-            "--columns has no effect without --pairs",
-        ),
-        (["ablate", "--trace", "t", "--out", "a.json", "--kind", "kill"], "invalid choice: 'kill'"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments, message):
-    with pytest.raises(ConfigError) as error:
-        run(*arguments)
-    assert message in str(error.value)
+def test_a_wrong_argument_is_one_line():
+    with pytest.raises(ConfigError, match="invalid choice: 'kill'") as error:
+        run("ablate", "--trace", "t", "--out", "a.json", "--kind", "kill")
     assert "\n" not in str(error.value)

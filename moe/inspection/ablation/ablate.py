@@ -52,7 +52,6 @@ class LayerAblation(NamedTuple):
         chosen_change: <float64>[E, G] change of their loss.
         load: <int64>[E] accepted choices of each expert.
         peer: <int64>[E] the other expert of nearest load.
-        estimate: <float64>[E] first-order estimate of dropping the expert; see `measure_experts`.
         lost: <bool>[E, X] whether the targets of each of the X examples are right without the
             ablation of the expert and wrong with it.
     """
@@ -66,7 +65,6 @@ class LayerAblation(NamedTuple):
     chosen_change: Tensor
     load: Tensor
     peer: Tensor
-    estimate: Tensor
     lost: Tensor
 
 
@@ -247,7 +245,6 @@ def _empty_sums(
         chosen_change=by_expert.clone(),
         load=load,
         peer=nearest_load(load),
-        estimate=measures.estimate.cpu(),
         lost=torch.zeros(num_experts, targets.num_examples, dtype=torch.bool),
     )
 

@@ -5,7 +5,7 @@ ablated layer of the decoder reuses the encoder's output, and every layer the hi
 block.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from moe.models.losses import target_losses
 from moe.models.outputs import STMoEEncoderOutput
 from moe.sparse.dispatch import RowDispatcher, sort_choices, sort_rows
 from moe.sparse.editing import LayerKey, PlanEdit, edit_routing, sparse_layers
-from moe.sparse.layer import RouterOutput, SparseFeedForward
+from moe.sparse.layer import SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores
 
 
@@ -32,57 +32,77 @@ class ExpertMeasures(NamedTuple):
         load: <int64>[E] accepted choices of each expert.
         mean_output: <float64>[E, D] mean output of each expert over them, before its weight; 0 for
             an expert without any.
-        estimate: <float64>[E] first-order estimate of the increase of the loss when the expert is
-            dropped, in nats for each target token.
     """
 
     load: Tensor
     mean_output: Tensor
-    estimate: Tensor
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
+@torch.inference_mode()
 def measure_experts(
     model: PreTrainedModel, batches: Iterable[Batch]
 ) -> dict[LayerKey, ExpertMeasures]:
-    """Returns the measures of all experts of all sparse layers, by one backward pass a batch.
-
-    The estimate is the slope of the loss where all weights g of an expert shrink together: the sum
-    over its tokens of grad(y) . (-g f), with f the expert's output and y the layer's. It is exact
-    for an infinitesimal part of the expert; dropping all of it is far from that.
+    """Returns the measures of all experts of all sparse layers.
 
     Args:
         model: In evaluation mode.
         batches: Batches with labels, on the model's device; at least one.
     """
     sums: dict[LayerKey, ExpertMeasures] = {}
-    num_targets = 0
+    layers = sparse_layers(model)
     for batch in batches:
-        # Gradients of the layers' outputs only.
         with observe_layers(model) as observations:
-            output = model(**batch, use_cache=False)
-        losses = target_losses(output.logits, batch["labels"])
-        nudges = [observation.nudge for observation in observations.values()]
-        gradients = torch.autograd.grad(losses.sum(), nudges)
-
-        # Sums over the rows of each expert add up over batches.
-        layers = sparse_layers(model)
-        for key, gradient in zip(observations, gradients, strict=True):
-            of_batch = _sum_rows(layers[key], observations[key], gradient)
+            model(**batch, use_cache=False)
+        for key, (plan, tokens) in observations.items():
+            of_batch = _sum_outputs(layers[key], plan, tokens)
             if key in sums:
                 of_batch = ExpertMeasures(*map(torch.add, sums[key], of_batch))
             sums[key] = of_batch
-        num_targets += losses.numel()
 
-    # Means over rows, and over targets.
     measures = {}
     for key, total in sums.items():
         num_rows = total.load.clamp(min=1)[:, None]
-        measures[key] = ExpertMeasures(
-            total.load, total.mean_output / num_rows, total.estimate / max(1, num_targets)
-        )
+        measures[key] = ExpertMeasures(total.load, total.mean_output / num_rows)
     return measures
+
+
+def _sum_outputs(layer: SparseFeedForward, plan: DispatchPlan, tokens: Tensor) -> ExpertMeasures:
+    """Returns the load and the summed outputs of the experts of a layer that reads <any>[B, L, D]."""
+    # The output of every expert for every row that it accepted, sorted by expert.
+    num_experts = layer.config.num_experts
+    rows = RowDispatcher(sort_rows(plan, num_experts)).dispatch(layer.expert_tokens(tokens))
+    outputs = layer.experts(rows).double()  # [N, D]
+    choice = sort_choices(plan, num_experts).choice  # [T * K]
+    expert = plan.expert_index.flatten()[choice[: len(outputs)]]  # [N]
+    sums = outputs.new_zeros(num_experts, outputs.shape[1])  # [E, D]
+    load = torch.bincount(expert, minlength=num_experts)
+    return ExpertMeasures(load, sums.index_add(0, expert, outputs))
+
+
+@contextmanager
+def observe_layers(model: PreTrainedModel) -> Iterator[dict[LayerKey, tuple[DispatchPlan, Tensor]]]:
+    """Yields a dictionary for the plan and the input <any float>[B, L, D] of each sparse layer.
+
+    The forward pass inside the block fills it.
+    """
+    plans: dict[LayerKey, DispatchPlan] = {}
+    observations: dict[LayerKey, tuple[DispatchPlan, Tensor]] = {}
+
+    def keep_plan(key: LayerKey, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        plans[key] = plan
+        return plan
+
+    def keep_input(key: LayerKey, layer: nn.Module, args: tuple[Tensor, ...], _: object) -> None:
+        observations[key] = plans[key], args[0]
+
+    # An identity edit records the plan, a hook the input.
+    layers = sparse_layers(model)
+    edits: dict[LayerKey, PlanEdit] = {key: partial(keep_plan, key) for key in layers}
+    with ExitStack() as contexts:
+        contexts.enter_context(edit_routing(model, edits))
+        for key, layer in layers.items():
+            contexts.enter_context(layer.register_forward_hook(partial(keep_input, key)))
+        yield observations
 
 
 def right_answers(output: Any, batch: Batch) -> Tensor:
@@ -93,92 +113,6 @@ def right_answers(output: Any, batch: Batch) -> Tensor:
     labels = batch["labels"]
     is_right = output.logits.argmax(dim=-1) == labels  # [B, T]
     return (is_right | (labels == IGNORED_LABEL)).all(dim=1)
-
-
-# ---------------------------------------------------------------------------
-# One layer in one forward pass
-
-
-class Observation:
-    """Plan, input and output of one sparse layer in a forward pass.
-
-    Attributes:
-        plan: The plan that it carried out.
-        tokens: <any float>[B, L, D] its input.
-        nudge: <any float>[B, L, D] zeros added to its output, so that their gradient equals the
-            output's; set only when gradients are computed.
-    """
-
-    plan: DispatchPlan
-    tokens: Tensor
-    nudge: Tensor
-
-    def keep_plan(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-        """Keeps the plan, and returns it as it is."""
-        self.plan = plan
-        return plan
-
-    def keep_output(
-        self, layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
-    ) -> tuple[Tensor, RouterOutput | None] | None:
-        """Keeps the input, and adds the nudge to the output."""
-        self.tokens = args[0].detach()
-        if not torch.is_grad_enabled():
-            return None
-
-        # A leaf that has a gradient whether or not parameters have one.
-        y, router_output = output
-        self.nudge = torch.zeros_like(y, requires_grad=True)
-        return y + self.nudge, router_output
-
-
-@contextmanager
-def observe_layers(model: PreTrainedModel) -> Iterator[Mapping[LayerKey, Observation]]:
-    """Yields an observation for each sparse layer, filled by the forward pass inside the block."""
-    layers = sparse_layers(model)
-    observations = {key: Observation() for key in layers}
-    edits: dict[LayerKey, PlanEdit] = {}
-    for key, observation in observations.items():
-        edits[key] = observation.keep_plan
-
-    # An identity edit records the plan, a hook the input and output.
-    with ExitStack() as contexts:
-        contexts.enter_context(edit_routing(model, edits))
-        for key, observation in observations.items():
-            hook = layers[key].register_forward_hook(observation.keep_output)
-            contexts.enter_context(hook)
-        yield observations
-
-
-@torch.no_grad()
-def _sum_rows(
-    layer: SparseFeedForward, observation: Observation, gradient: Tensor
-) -> ExpertMeasures:
-    """Returns the measures of one layer in one batch as sums; <float>[B, L, D] is the gradient of its output."""
-    # The output f of every expert for every row that it accepted, one after the other.
-    plan = observation.plan
-    num_experts = layer.config.num_experts
-    rows = sort_rows(plan, num_experts)
-    tokens = layer.expert_tokens(observation.tokens)  # [T, D]
-    in_flight = RowDispatcher(rows).dispatch(tokens)
-    f = layer.experts(in_flight).double()  # [N, D]
-
-    # grad(y) . (-g f) of each row.
-    gradient = gradient.flatten(0, 1).double()  # [T, D]
-    gradient = gradient.index_select(0, rows.token)  # [N, D]
-    g = rows.weight.double()  # [N]
-    slope = -g * (gradient * f).sum(dim=-1)
-
-    # Rows are sorted by expert.
-    choice = sort_choices(plan, num_experts).choice  # [T * K]
-    expert = plan.expert_index.flatten()[choice[: len(f)]]  # [N]
-    output = f.new_zeros(num_experts, f.shape[1])  # [E, D]
-    total_slope = slope.new_zeros(num_experts)  # [E]
-    return ExpertMeasures(
-        load=torch.bincount(expert, minlength=num_experts),
-        mean_output=output.index_add(0, expert, f),
-        estimate=total_slope.index_add(0, expert, slope),
-    )
 
 
 class Unchanged(NamedTuple):
@@ -212,20 +146,17 @@ def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
     # Starting points of later passes: outputs of the blocks before sparse ones.
     with ExitStack() as contexts:
         observations = contexts.enter_context(observe_layers(model))
-        for key in observations:
+        for key in sparse_layers(model):
             for block in _blocks_before(model, key)[-1:]:
                 contexts.enter_context(block.register_forward_hook(partial(keep_before, key)))
         output = model(**batch, use_cache=False)
 
     memory = output.encoder_last_hidden_state
-    plans: dict[LayerKey, DispatchPlan] = {}
-    for key, observation in observations.items():
-        plans[key] = observation.plan
     return Unchanged(
         batch=batch,
         losses=target_losses(output.logits, batch["labels"]),
         is_right=right_answers(output, batch).cpu(),
-        plans=plans,
+        plans={key: plan for key, (plan, _) in observations.items()},
         encoder_outputs=STMoEEncoderOutput(last_hidden_state=memory),
         before=before,
     )

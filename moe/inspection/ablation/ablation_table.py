@@ -4,11 +4,8 @@ Comes after `ablate`. The intervals of a column hold simultaneously: they are Bo
 for the number of rows, so that 95 % of all tables contain no wrong interval.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
-
-from torch import Tensor
 
 from moe.estimates import Estimate, TokenSums, difference_of_means, mean_over_tokens
 from moe.inspection.ablation.ablate import Ablation, LayerAblation
@@ -38,7 +35,6 @@ class ExpertEffect(NamedTuple):
         over_random: `effect` minus the effect of as many random choices.
         peer: The expert with the nearest load.
         over_peer: `effect` minus the effect of the peer.
-        estimate: First-order estimate of dropping the expert.
     """
 
     key: LayerKey
@@ -50,7 +46,6 @@ class ExpertEffect(NamedTuple):
     over_random: Estimate
     peer: int
     over_peer: Estimate
-    estimate: float
 
 
 class ClassVerdict(NamedTuple):
@@ -114,31 +109,9 @@ def expert_effects(ablation: Ablation) -> list[ExpertEffect]:
                     over_random=intervals[3][expert],
                     peer=int(layer.peer[expert]),
                     over_peer=intervals[4][expert],
-                    estimate=float(layer.estimate[expert]),
                 )
             )
     return effects
-
-
-def rank_correlations(ablation: Ablation) -> list[tuple[LayerKey, float, float]]:
-    """Returns how well load and first-order estimate predict which experts have a large effect.
-
-    For each layer, Spearman's correlations of the effect with both; NaN where all experts are alike.
-    """
-    correlations = []
-    for layer in ablation.layers:
-        effect = layer.change[:, 0].sum(dim=-1)  # [E]
-        of_load = _spearman(effect, layer.load)
-        correlations.append((layer.key, of_load, _spearman(effect, layer.estimate)))
-    return correlations
-
-
-def _spearman(a: Tensor, b: Tensor) -> float:
-    """Returns the correlation of the ranks of <any>[E] and <any>[E]; NaN where one is constant."""
-    from scipy.stats import spearmanr
-
-    is_constant = min(len(a.unique()), len(b.unique())) == 1
-    return math.nan if is_constant else float(spearmanr(a, b).statistic)
 
 
 def shown_purposes(ablation: Ablation) -> dict[tuple[LayerKey, int], str]:
@@ -248,7 +221,6 @@ EFFECT_HEADER = [
     "elsewhere",
     "more than at random",
     "more than expert",
-    "first order",
 ]
 
 VERDICT_HEADER = [
@@ -275,7 +247,7 @@ ANSWER_HEADER = [
 
 
 def effect_table(ablation: Ablation) -> str:
-    """Returns the effects of all experts as text, and the rank correlations of each layer."""
+    """Returns the effects of all experts as text."""
     rows = []
     for effect in expert_effects(ablation):
         rows.append(
@@ -288,15 +260,10 @@ def effect_table(ablation: Ablation) -> str:
                 str(effect.elsewhere),
                 str(effect.over_random),
                 f"{effect.peer + 1}: {effect.over_peer}",
-                f"{effect.estimate:+.4f}",
             ]
         )
 
-    correlations = []
-    for key, of_load, of_estimate in rank_correlations(ablation):
-        correlations.append([layer_name(key), f"{of_load:+.2f}", f"{of_estimate:+.2f}"])
-    header = ["sparse layer", "effect with load", "effect with first order"]
-    return f"{format_table(EFFECT_HEADER, rows)}\n\n{format_table(header, correlations)}"
+    return format_table(EFFECT_HEADER, rows)
 
 
 def verdict_table(verdicts: Iterable[ClassVerdict]) -> str:

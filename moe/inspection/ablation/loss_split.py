@@ -37,12 +37,7 @@ class LossSplit(NamedTuple):
 
 
 def split_loss(
-    first: PreTrainedModel,
-    second: PreTrainedModel,
-    trace: Trace,
-    batches: Sequence[TracedBatch],
-    *,
-    confidence: float = 0.95,
+    first: PreTrainedModel, second: PreTrainedModel, trace: Trace, batches: Sequence[TracedBatch]
 ) -> LossSplit:
     """Returns the loss of two models on the same batches, and why they differ.
 
@@ -54,7 +49,6 @@ def split_loss(
         second: Another one with the same sparse layers.
         trace: Routing of the first model on the batches.
         batches: The examples of the trace, on the device of both models.
-        confidence: Share of intervals that contain the true value.
 
     Raises:
         DataError: When the models have other layers than the trace, the batches are not those of the
@@ -70,8 +64,8 @@ def split_loss(
         first=float(first_losses.mean()),
         second=float(second_losses.mean()),
         replayed=float(replayed_losses.mean()),
-        routing=mean_change(second_losses - replayed_losses, targets, confidence),
-        weights=mean_change(replayed_losses - first_losses, targets, confidence),
+        routing=mean_change(second_losses - replayed_losses, targets),
+        weights=mean_change(replayed_losses - first_losses, targets),
     )
 
 
@@ -91,17 +85,16 @@ def token_losses(model: PreTrainedModel, batches: Sequence[TracedBatch]) -> Tens
     return torch.cat(losses)
 
 
-def mean_change(change: Tensor, targets: Targets, confidence: float = 0.95) -> Estimate:
+def mean_change(change: Tensor, targets: Targets) -> Estimate:
     """Returns the mean of a change of the loss of each target token, with its interval.
 
     Args:
         change: <float64>[N] in nats, e.g. the difference of two `token_losses`.
         targets: Where the tokens come from, see `list_targets`.
-        confidence: Share of intervals that hold the truth.
     """
     # Tokens of a document are not independent: documents are the units.
     sums = torch.zeros(targets.num_documents, dtype=torch.float64)
     counts = sums.index_add(0, targets.document, torch.ones_like(change))
     sums = sums.index_add(0, targets.document, change)
-    (mean,) = mean_over_tokens(TokenSums(sums, counts), confidence)
+    (mean,) = mean_over_tokens(TokenSums(sums, counts))
     return mean

@@ -4,12 +4,9 @@ A report is read as the dictionary that it is; see `stmoe_eval.reports.records` 
 """
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe.checks import shown
-from moe.errors import ConfigError
 from moe.estimates import Estimate
 from moe.inspection.figures import draw_scores
 from moe.inspection.formatting import format_interval, format_score, format_versions
@@ -19,29 +16,6 @@ Report = dict[str, Any]
 
 _ADVICE = "Give the report.json of `stmoe eval run`."
 _SHOWN_ANSWERS = 12
-
-
-def read_evaluations(arguments: Sequence[str]) -> dict[str, Report]:
-    """Returns evaluations by name, in the order given.
-
-    Args:
-        arguments: `NAME=PATH` each, or PATH; see `read_evaluation`.
-
-    Raises:
-        ConfigError: When two have the same name.
-        DataError: When one is missing, damaged or something else.
-    """
-    evaluations: dict[str, Report] = {}
-    for argument in arguments:
-        name, separator, file = argument.partition("=")
-        if not separator:
-            name, file = "", argument
-        if name in evaluations:
-            raise ConfigError(
-                f"--evaluation gives the name {shown(name)} twice. Give each one a name: NAME=PATH."
-            )
-        evaluations[name] = read_evaluation(Path(file))
-    return evaluations
 
 
 def read_evaluation(path: Path) -> Report:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moe.checks import shown
 from moe.errors import ConfigError, DataError
-from moe.parsing import read_json_lines, read_yaml, to_record
+from moe.parsing import read_json_lines, to_record
 
 Line = dict[str, float]
 """One line of a metrics.jsonl: the number of updates (`step`) and each measurement by name."""
@@ -26,19 +26,11 @@ _PLOTTED = (
 
 
 def find_recipe(folder: Path) -> Path | None:
-    """Returns the recipe of the run that holds a model in RUN/model or RUN/best/model, if any.
-
-    Raises:
-        ConfigError: When it is damaged.
-    """
+    """Returns the recipe of the run that holds a model in RUN/model or RUN/best/model, if any."""
     parent = folder.absolute().parent
-    runs = [parent, parent.parent] if parent.name == "best" else [parent]
-    for run in runs:
-        path = run / "recipe.yaml"
-        if path.is_file():
-            read_yaml(path)
-            return path
-    return None
+    run = parent.parent if parent.name == "best" else parent
+    recipes = [path for path in (parent / "recipe.yaml", run / "recipe.yaml") if path.is_file()]
+    return recipes[0] if recipes else None
 
 
 class Stage(NamedTuple):
@@ -72,6 +64,30 @@ class Stage(NamedTuple):
         return folder.absolute() in (run / "model", run / "best/model")
 
 
+def named_paths(option: str, arguments: Sequence[str]) -> dict[str, Path]:
+    """Returns the paths of an option by name, in the order given; the name of a PATH alone is empty.
+
+    Args:
+        option: Name of the option, for messages.
+        arguments: `NAME=PATH` each, or PATH.
+
+    Raises:
+        ConfigError: When two have the same name, or one cannot be printed.
+    """
+    paths: dict[str, Path] = {}
+    for argument in arguments:
+        # A name is a heading of the page and a label in its figures.
+        name, separator, path = argument.partition("=")
+        if not separator:
+            name, path = "", argument
+        if name in paths or not argument.isprintable():
+            raise ConfigError(
+                f"{option} is {shown(argument)}; expected NAME=PATH in printable characters, each name once."
+            )
+        paths[name] = Path(path)
+    return paths
+
+
 def read_stages(arguments: Sequence[str]) -> list[Stage]:
     """Returns the metrics of runs, in the order given.
 
@@ -79,57 +95,20 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
         arguments: `NAME=FILE` each.
 
     Raises:
-        ConfigError: When one has no name or no file, or two have the same name.
-        DataError: When a file is not the metrics.jsonl of one run; names the line.
-    """
-    stages: dict[str, Stage] = {}
-    for argument in arguments:
-        # A name is a heading of the page and a label in its figures.
-        name, _, file = argument.partition("=")
-        if not name.strip() or not file.strip() or not argument.isprintable():
-            raise ConfigError(
-                f"--metrics is {shown(argument)}; expected NAME=FILE in printable characters, e.g. "
-                "mine=runs/mine/metrics.jsonl."
-            )
-        if name in stages:
-            raise ConfigError(
-                f"--metrics gives the name {shown(name)} twice. Give each run a name of its own."
-            )
-        path = Path(file)
-        stages[name] = Stage(name, path, _read_metrics(path))
-    return list(stages.values())
-
-
-def _read_metrics(path: Path) -> list[Line]:
-    """Returns the lines of a metrics.jsonl.
-
-    Raises:
-        DataError: When it is a different kind of file, contains several runs, or has no plotted
-            metrics.
+        ConfigError: When two have the same name.
+        DataError: When a file is not the metrics.jsonl of a run; names the line.
     """
     advice = "Give the metrics.jsonl of a run."
-    lines: list[Line] = []
-    names: set[str] = set()
-    for number, values in read_json_lines(path, advice=advice, torn_end=True, nan=True):
-        where = f"{path}, line {number}"
-        if "stage" in values:
-            raise DataError(
-                f"{where} is from stage {shown(values['stage'])} of a job. Give each run's own metrics.jsonl."
-            )
-
-        # Steps are counts, and never fall within a run.
-        step = values.get("step")
-        if type(step) is not int or step < 0:
-            raise DataError(
-                f"{where}: step is {shown(step)}; expected a number of updates. {advice}"
-            )
-        if lines and step < lines[-1]["step"]:
-            raise DataError(
-                f"{where}: step {step} comes after step {lines[-1]['step']:.0f}. {advice}"
-            )
-        lines.append(to_record(Line, values, where=where, advice=advice))
-        names.update(values)
-
-    if names.isdisjoint(_PLOTTED):
-        raise DataError(f"{path} measures none of {', '.join(_PLOTTED)}. {advice}")
-    return lines
+    stages = []
+    for name, path in named_paths("--metrics", arguments).items():
+        lines: list[Line] = []
+        for number, values in read_json_lines(path, advice=advice, torn_end=True, nan=True):
+            where = f"{path}, line {number}"
+            lines.append(to_record(Line, values, where=where, advice=advice))
+            if "step" not in values:
+                raise DataError(f"{where} has no step. {advice}")
+        names = {metric for line in lines for metric in line}
+        if names.isdisjoint(_PLOTTED):
+            raise DataError(f"{path} measures none of {', '.join(_PLOTTED)}. {advice}")
+        stages.append(Stage(name, path, lines))
+    return stages

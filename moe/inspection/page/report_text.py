@@ -11,7 +11,6 @@ from moe.inspection.page.report_inputs import DEV_SCORE, Line, Stage
 from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.specialization import ClassTable, class_table
 from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
-from moe.inspection.tables import LayerCounts, load_shares
 from moe.models.card import experts_range
 from moe.models.configuration import STMoEConfig
 from moe.tracing.trace import Trace, layer_name
@@ -19,38 +18,19 @@ from moe.tracing.trace import Trace, layer_name
 
 def size_sentence(config: STMoEConfig) -> str:
     """Returns the sizes of the model as a sentence."""
+    factors = []
+    for factor in (config.capacity_factor, config.eval_capacity_factor):
+        factors.append("none" if factor is None else f"{factor:g}")
+    capacity = f"capacity factor {factors[0]} in training and {factors[1]} in evaluation"
     if config.expert_capacity is not None:
         capacity = (
             f"{config.expert_capacity} slots of an expert in each {config.rules.capacity_scope}"
         )
-    else:
-        training = _capacity_factor(config.capacity_factor)
-        evaluation = _capacity_factor(config.eval_capacity_factor)
-        capacity = f"capacity factor {training} in training and {evaluation} in evaluation"
     return (
         f"A sparse encoder-decoder of {config.num_parameters():,} parameters, of which one token uses "
         f"{config.num_active_parameters():,}: {config.num_layers} + {config.num_decoder_layers} blocks, "
         f"{config.num_sparse_encoder_layers} + {config.num_sparse_decoder_layers} sparse layers of "
         f"{experts_range(config)} experts, at most {config.num_selected_experts} for each token; {capacity}."
-    )
-
-
-def _capacity_factor(factor: float | None) -> str:
-    return "none" if factor is None else f"{factor:g}"
-
-
-def layer_sentence(layer: LayerCounts) -> str:
-    """Returns a description of the load and the entropy of a layer."""
-    shares = load_shares(layer)
-    num_experts = len(shares)
-    busiest = shares.index(max(shares))
-    idlest = shares.index(min(shares))
-    entropy = layer.stats.summary()["entropy"]
-    return (
-        f"{layer_name(layer.key)}: expert {busiest + 1} has the highest load, "
-        f"{num_experts * shares[busiest]:.2f}×, and expert {idlest + 1} the lowest, "
-        f"{num_experts * shares[idlest]:.2f}×. The mean router entropy is {entropy:.2f} nats: "
-        f"{math.exp(entropy):.1f} effective experts of {num_experts}."
     )
 
 

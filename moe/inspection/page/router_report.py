@@ -7,34 +7,35 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.data.corpus import CORPUS_HEADER
-from moe.data.tokenizer import SpecialIds
+from moe.data.tokenizer import piece_texts
 from moe.files import write_text
 from moe.inspection.figures import Curve, draw_curves, draw_experts_by_domain, draw_load
 from moe.inspection.html_page import render_page
 from moe.inspection.page import report_text
 from moe.inspection.page.evaluation_panel import Report, model_sentences
 from moe.inspection.page.report_inputs import DEV_SCORE, Line, Stage
+from moe.inspection.statistics.routing_entropy import (
+    SENTINEL_HEADER,
+    sentinel_entropies,
+    sentinel_rows,
+)
 from moe.inspection.tables import (
     HEALTH_HEADER,
     MIN_OCCURRENCES,
-    LayerCounts,
     TokenCount,
     balance_sentence,
-    count_tokens,
+    first_choices,
     health_rows,
     load_shares,
-    preferred_tokens,
-    routing_entropy,
-    token_names,
     top_tokens,
 )
 from moe.models.configuration import STMoEConfig
 from moe.parsing import printable
-from moe.tracing.trace import Trace, layer_name
+from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 GENERATOR = "stmoe inspect_router"
 """Marks a page of this library among HTML files."""
@@ -78,10 +79,9 @@ def write_report(
         recipe_text: The recipe of the model's run; empty where none is known.
         corpus_rows: Documents, characters and licences of the corpus, under CORPUS_HEADER.
         stages: Metrics of runs; may be empty.
-        evaluations: Evaluations of the same or of other models by their titles; see `read_evaluations`.
+        evaluations: Evaluations of the same or of other models by their titles; see `read_evaluation`.
     """
     reports = evaluations or {}
-    counts = count_tokens(trace, config.vocab_size)
     experts = None
     expert_sentences = []
     if len(trace.facts.domains) > 1:
@@ -89,20 +89,21 @@ def write_report(
         shares = report_text.expert_shares(tables[-1]).tolist()
         experts = draw_experts_by_domain(shares, tables[-1].names, groups)
         expert_sentences = report_text.domain_sentences(tables)
-    sentinels = [_sentinel_row(tokenizer, layer) for layer in counts] if corpus_rows else []
+    sentinels = sentinel_rows(sentinel_entropies(trace, tokenizer)) if corpus_rows else []
     panels = ["experts"] if experts else []
     panels += ["evaluation"] if evaluations else []
     panels += ["training"] if stages else []
     panels += ["routers", "sentinels", "tokens"] if sentinels else ["routers", "tokens"]
     panels += ["corpus"] if corpus_rows else []
-    load_sentences = [*map(report_text.layer_sentence, counts), balance_sentence(counts)]
+    load_sentences = [balance_sentence(trace.layers)]
     if config.eval_capacity_field is None:
         load_sentences.append("There is no capacity in evaluation, so no token can be dropped.")
 
     # Fewer tokens for each of many experts.
-    num_experts = sum(layer.first_choice.shape[1] for layer in counts)
+    num_experts = sum(layer.facts.num_experts for layer in trace.layers)
     num_tokens = _LISTED_TOKENS if num_experts <= _MANY_EXPERTS else _FEW_TOKENS
-    shares = list(map(load_shares, counts))
+    names = [layer_name(layer.key) for layer in trace.layers]
+    shares = list(map(load_shares, trace.layers))
     page = render_page(
         "inspection.html",
         title=f"Report on {printable(folder)}",
@@ -114,12 +115,18 @@ def write_report(
         facts=[facts],
         recipe_text=recipe_text,
         sizes=report_text.size_sentence(config),
-        load_map=draw_load([layer_name(layer.key) for layer in counts], shares),
+        load_map=draw_load(names, shares),
         health_header=HEALTH_HEADER,
-        health_rows=health_rows(counts),
+        health_rows=health_rows(trace.layers),
         load_sentences=load_sentences,
+        sentinel_header=SENTINEL_HEADER,
         sentinel_rows=sentinels,
-        layers=[_expert_rows(tokenizer, layer, num_tokens) for layer in counts],
+        layers=[
+            _expert_rows(
+                tokenizer, layer, first_choices(trace, layer, config.vocab_size), num_tokens
+            )
+            for layer in trace.layers
+        ],
         min_occurrences=MIN_OCCURRENCES,
         runs=[_run(config, folder, stage) for stage in stages],
         dev_scores=_dev_scores(stages),
@@ -135,43 +142,26 @@ def write_report(
 # Tokens by expert
 
 
-def _sentinel_row(tokenizer: PreTrainedTokenizerFast, layer: LayerCounts) -> list[str]:
-    """Returns the number of sentinels and text tokens of a layer, and over how many experts they spread."""
-    # Sentinels have the highest ids; text is below them, without the special tokens.
-    counts = layer.first_choice  # [V, E]
-    ids = SpecialIds.of(tokenizer)
-    lowest_sentinel = ids.first_sentinel - ids.num_sentinels + 1
-    token = torch.arange(len(counts), device=counts.device)  # [V]
-    is_sentinel = (token >= lowest_sentinel) & (token <= ids.first_sentinel)
-    is_text = (token < lowest_sentinel) & (token != ids.eos) & (token != ids.pad)
-
-    row = [layer_name(layer.key)]
-    for members in (is_sentinel, is_text):
-        num_seen = int(counts[members].sum())
-        if not num_seen:
-            row += ["0", "-", "-"]
-            continue
-        entropy = routing_entropy(counts, members)
-        row += [f"{num_seen:,}", f"{entropy:.2f}", f"{math.exp(entropy):.1f}"]
-    return [*row, f"{math.log(counts.shape[1]):.2f}"]
-
-
 def _expert_rows(
-    tokenizer: PreTrainedTokenizerFast, layer: LayerCounts, number: int
+    tokenizer: PreTrainedTokenizerFast, layer: LayerTrace, counts: Tensor, number: int
 ) -> Mapping[str, object]:
     """Returns the tokens that each expert of a layer receives and prefers, as the template reads them."""
-    first_choice = layer.first_choice  # [V, E]
-    num_tokens = int(first_choice.sum())
+    num_tokens = int(counts.sum())
 
-    def named(counts: Sequence[TokenCount]) -> list[tuple[str, TokenCount]]:
-        names = token_names(tokenizer, layer, [count.token for count in counts])
-        return list(zip(names, counts, strict=True))
+    # The padding token that a decoder starts with is `<start>`; other padding is never in a trace.
+    def named(tokens: Sequence[TokenCount]) -> list[tuple[str, TokenCount]]:
+        names = piece_texts(tokenizer, [count.token for count in tokens])
+        rows = []
+        for name, count in zip(names, tokens, strict=True):
+            is_start = layer.facts.stack == "decoder" and count.token == tokenizer.pad_token_id
+            rows.append(("<start>" if is_start else name, count))
+        return rows
 
     rows = []
-    for expert in range(first_choice.shape[1]):
-        share = int(first_choice[:, expert].sum()) / max(1, num_tokens)
-        received = named(top_tokens(first_choice, expert, number=number))
-        preferred = named(preferred_tokens(first_choice, expert, number=number))
+    for expert in range(layer.facts.num_experts):
+        share = int(counts[:, expert].sum()) / max(1, num_tokens)
+        received = named(top_tokens(counts, expert, number=number))
+        preferred = named(top_tokens(counts, expert, preferred=True, number=number))
         rows.append((expert + 1, f"{100 * share:.1f} %", received, preferred))
     return {"title": f"{layer_name(layer.key)}: {num_tokens:,} tokens", "experts": rows}
 

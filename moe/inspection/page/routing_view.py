@@ -49,9 +49,8 @@ _SCRIPTS = (
 )
 _FRAME_HEIGHT = 860  # pixels, in a notebook
 
-# Examples of the first page whose size is measured; the reserved space, as examples differ in
-# length; and the tokens of an example below which its start is not worth showing.
-_PROBED_EXAMPLES = 16
+# The reserved space, as examples differ in length; and the tokens of an example below which its
+# start is not worth showing.
 _MARGIN = 0.99
 _FEWEST_TOKENS = 16
 
@@ -126,8 +125,11 @@ def routing_view(
         )
     check_statistics(trace, classes, ablation)
     matching = matching or {}
-    if other is not None:
-        _check_same_text(trace, other)
+    if other is not None and other.facts.inputs_fingerprint != trace.facts.inputs_fingerprint:
+        raise DataError(
+            f"The two models read different texts: {trace.facts.num_examples:,} and {other.facts.num_examples:,} "
+            "examples of different tokens. Trace both with the same examples and the same tokenizer."
+        )
 
     # Totals over all tokens; tables without rows and points without a value are left out.
     traces = [trace] if other is None else [trace, other]
@@ -210,22 +212,6 @@ def _facts(trace: Trace) -> list[tuple[str, str]]:
     return [(name, printable(text)) for name, text in rows if text]
 
 
-def _check_same_text(trace: Trace, other: Trace) -> None:
-    """Raises a DataError unless both models read the same tokens."""
-    same = True
-    for stack in STACKS:
-        part = trace.stack(stack)
-        other_part = other.stack(stack)
-        same = same and torch.equal(part.ids, other_part.ids)
-        same = same and torch.equal(part.starts, other_part.starts)
-    if not same:
-        raise DataError(
-            f"The two models read different texts: {trace.facts.num_examples:,} and {other.facts.num_examples:,} "
-            f"examples with the hashes {trace.facts.inputs_fingerprint[:12]} and "
-            f"{other.facts.inputs_fingerprint[:12]}. Trace both with the same examples and the same tokenizer."
-        )
-
-
 # ---------------------------------------------------------------------------
 # How much text fits
 
@@ -250,18 +236,15 @@ def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int)
             "most_bytes, or fewer classes, steps or bars."
         )
 
-    # The size of a few examples tells how many fit; some are longer than others.
-    number = min(_PROBED_EXAMPLES, num_examples)
-    is_probe = True
+    # Too large a page tells how many fit; some examples are longer than others.
+    number = num_examples
     while number:
         examples = torch.arange(number) * num_examples // number
         page = render(Shown(examples.tolist(), None))
         size = len(page.encode())
-        estimate = min(num_examples, int(_MARGIN * room * number / (size - bare_size)))
-        if size <= most_bytes and not (is_probe and estimate > number):
+        if size <= most_bytes:
             return page
-        number = estimate if is_probe else min(estimate, number - 1)
-        is_probe = False
+        number = min(number - 1, int(_MARGIN * room * number / (size - bare_size)))
 
     # The start of the first example.
     most_tokens = max(int(trace.stack(stack).starts[1]) for stack in STACKS)

@@ -4,6 +4,7 @@ Comes after token_classes.py. Hard counts of first choices, before capacity.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from moe.estimates import Estimate, student_half_width
 from moe.inspection.statistics.specialization import one_hot_first
 from moe.inspection.statistics.token_classes import classify
 from moe.tracing.trace import STACKS, LayerTrace, Trace, layer_name
+
+SENTINEL_HEADER = ["sparse layer", "sentinels", "all tokens", "even (ln E)", "sentinel tokens"]
 
 
 def sentinel_entropies(trace: Trace, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
@@ -54,6 +57,19 @@ def sentinel_entropies(trace: Trace, tokenizer: PreTrainedTokenizerFast) -> list
                     "sentinel_tokens": int((is_sentinel & (layer.first >= 0)).sum()),
                 }
             )
+    return rows
+
+
+def sentinel_rows(entropies: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Returns the rows of `sentinel_entropies` as text under SENTINEL_HEADER."""
+    rows = []
+    for row in entropies:
+        cells = []
+        for estimate in (row["sentinels"], row["all_tokens"]):
+            is_known = not math.isnan(estimate.value)
+            interval = f"({estimate.low:.2f} to {estimate.high:.2f})"
+            cells.append(f"{estimate.value:.2f} {interval}" if is_known else "-")
+        rows.append([row["layer"], *cells, f"{row['even']:.2f}", f"{row['sentinel_tokens']:,}"])
     return rows
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from moe.checks import check, check_choice
-from moe.errors import ConfigError
+from moe.checks import check_choice
 from moe.inspection.statistics import word_lists
 from moe.inspection.statistics.token_text import TokenText, is_all_marks, read_tokens
 from moe.inspection.statistics.word_lists import plain_form
@@ -48,8 +47,6 @@ DEFAULT_CLASSES = (
 )
 """Most specific first; the last two cover every other piece of a word."""
 
-TOKENS = ("input", "target")
-
 
 class TokenClasses(NamedTuple):
     """Members of C classes among N tokens; classes may overlap.
@@ -61,21 +58,6 @@ class TokenClasses(NamedTuple):
 
     names: tuple[str, ...]
     members: Tensor
-
-    def of(self, name: str) -> Tensor:
-        """Returns <bool>[N]: the tokens of one class.
-
-        Raises:
-            ConfigError: When there is no such class here.
-        """
-        check_choice("class", name, self.names)
-        return self.members[self.names.index(name)]
-
-    @property
-    def first(self) -> Tensor:
-        """Returns <int64>[N]: the first class of each token; C for tokens without a class."""
-        of_none = torch.ones_like(self.members[:1])
-        return torch.cat([self.members, of_none]).int().argmax(dim=0)
 
 
 def classify(
@@ -94,22 +76,15 @@ def classify(
         tokens: `input`, or for the decoder `target`: the label at each position.
 
     Raises:
-        ConfigError: When there is no such class, one is named twice, or the encoder's targets are
-            requested.
+        ConfigError: When there is no such class.
         DataError: When the tokenizer is not the model's or marks no words.
     """
-    # The requested classes.
-    names = tuple(names)
-    is_list = bool(names) and len(set(names)) == len(names)
-    check(is_list, "names of classes", names, "at least one name, and none twice")
-    functions = [TOKEN_CLASSES.get(name) for name in names]
-
-    # Each classifies the whole text.
-    ids = token_ids(stack, tokens)
-    text = read_tokens(tokenizer, ids, stack.example)
-    rows = [function(text) for function in functions]
-    assert all(row.dtype == torch.bool for row in rows), "a class is a mask of the tokens"
-    return TokenClasses(names, torch.stack(rows))
+    check_choice("tokens", tokens, ("input", "target"))
+    ids = stack.ids if tokens == "input" else stack.targets
+    text = read_tokens(tokenizer, ids.long(), stack.example)
+    members = torch.stack([TOKEN_CLASSES.get(name)(text) for name in names])
+    assert members.dtype == torch.bool, "a class is a mask of the tokens"
+    return TokenClasses(tuple(names), members)
 
 
 def domain_classes(trace: Trace, stack: Stack) -> TokenClasses:
@@ -119,26 +94,6 @@ def domain_classes(trace: Trace, stack: Stack) -> TokenClasses:
     names = [name or "text" for name in trace.facts.domains]
     numbers = torch.arange(len(names))
     return TokenClasses(tuple(names), domain == numbers[:, None])
-
-
-def token_ids(stack: StackTrace, tokens: str) -> Tensor:
-    """Returns <int64>[N]: ids of the tokens that a stack saw, or that its decoder had to predict.
-
-    Raises:
-        ConfigError: When `tokens` is neither `input` nor `target`, or the encoder's targets are
-            requested.
-    """
-    check_choice("tokens", tokens, TOKENS)
-    if tokens == "input":
-        return stack.ids.long()
-
-    # Only the decoder has targets.
-    if stack.targets.numel() != stack.ids.numel():
-        raise ConfigError(
-            "tokens is 'target', but this stack has no targets: only the decoder predicts. Use the decoder's part of "
-            "the trace, or tokens='input'."
-        )
-    return stack.targets.long()
 
 
 # ---------------------------------------------------------------------------
@@ -206,31 +161,23 @@ _CODE = re.compile(
 @TOKEN_CLASSES.register("code")
 def is_code(text: TokenText) -> Tensor:
     """Returns <bool>[N]: everything between two spaces looks like code, e.g. `get_item(x)`."""
-    return text.of_runs(_looks_like_code)
-
-
-def _looks_like_code(run: str) -> bool:
-    return _CODE.search(run) is not None
+    return text.of_runs(lambda run: _CODE.search(run) is not None)
 
 
 # ---------------------------------------------------------------------------
 # Closed lists of words
 
 
-def _listed(words: frozenset[str]) -> TokenClass:
-    """Returns the class of the words of a list."""
+def _add_list(name: str, words: frozenset[str]) -> None:
+    """Registers the class of the words of a list."""
 
-    def is_listed(word: str) -> bool:
-        return plain_form(word) in words
-
+    @TOKEN_CLASSES.register(name)
     def are_listed(text: TokenText) -> Tensor:
-        return text.of_words(is_listed)
-
-    return are_listed
+        return text.of_words(lambda word: plain_form(word) in words)
 
 
 for _name, _words in word_lists.BY_CLASS.items():
-    TOKEN_CLASSES.add(_name, _listed(_words))
+    _add_list(_name, _words)
 
 
 # ---------------------------------------------------------------------------
