@@ -75,15 +75,7 @@ def straight(size: int) -> Hops:
     origin = np.arange(size)[:, None]
     distance = np.arange(1, size)[None, :]
     target = origin + distance
-    hops = _filled(
-        step=distance - 1,
-        source=origin,
-        destination=target,
-        origin=origin,
-        low=2 * target,
-        high=2 * target + 2,
-    )
-    return _wrapped(hops, size)
+    return _wrapped(_filled(distance - 1, origin, target, origin, 2 * target, 2 * target + 2), size)
 
 
 def by_block(hops: Hops) -> Hops:
@@ -120,14 +112,8 @@ def _runs(forward: IntArray) -> Hops:
 
     def run(origin: IntArray, num_halves: IntArray) -> Hops:
         # At hop h the run has lost the h - 1 blocks that have arrived.
-        return _filled(
-            step=hop - 1,
-            source=origin + hop - 1,
-            destination=origin + hop,
-            origin=origin,
-            low=2 * (origin + hop),
-            high=2 * (origin + 1) + num_halves,
-        )
+        here = origin + hop
+        return _filled(hop - 1, here - 1, here, origin, 2 * here, 2 * (origin + 1) + num_halves)
 
     origin = np.arange(size)[:, None]
     backward = 2 * (size - 1) - forward
@@ -138,29 +124,14 @@ def _runs(forward: IntArray) -> Hops:
 
 def _mirrored(hops: Hops) -> Hops:
     """Returns hops the other way around: position p becomes -p, and the halves of a block swap."""
-    return Hops(
-        step=hops.step,
-        source=-hops.source,
-        destination=-hops.destination,
-        origin=-hops.origin,
-        low=2 - hops.high,
-        high=2 - hops.low,
-    )
+    source, destination, origin = (-hops.source, -hops.destination, -hops.origin)
+    return Hops(hops.step, source, destination, origin, low=2 - hops.high, high=2 - hops.low)
 
 
-def _filled(
-    *,
-    step: ArrayLike,
-    source: ArrayLike,
-    destination: ArrayLike,
-    origin: ArrayLike,
-    low: ArrayLike,
-    high: ArrayLike,
-) -> Hops:
-    """Returns the rows of broadcast columns that carry something."""
-    columns = np.broadcast_arrays(step, source, destination, origin, low, high)
-    flat = [np.asarray(column, np.int64).ravel() for column in columns]
-    hops = Hops(*flat)
+def _filled(*columns: ArrayLike) -> Hops:
+    """Returns the rows of broadcast columns, those of `Hops` in order, that carry something."""
+    broadcast = np.broadcast_arrays(*columns)
+    hops = Hops(*(np.asarray(column, np.int64).ravel() for column in broadcast))
     return _select(hops, hops.low < hops.high)
 
 
@@ -349,14 +320,7 @@ def _shared_lanes(size: int, number: int, hops: Hops, helpers: IntArray, kept: f
     # Across, around, and back: a block arrives after as many steps as it is far.
     origin, target = np.nonzero(~np.eye(size, dtype=np.bool_))
     distance = np.minimum((target - origin) % size, (origin - target) % size)
-    across = Hops(
-        step=np.zeros_like(origin),
-        source=origin,
-        destination=origin,
-        origin=origin,
-        low=2 * target,
-        high=2 * target + 2,
-    )
+    across = Hops(np.zeros_like(origin), origin, origin, origin, 2 * target, 2 * target + 2)
     ring = by_block(half_ring(size))
     around = ring._replace(step=ring.step + 1)
     back = across._replace(step=distance + 1, source=target, destination=target)

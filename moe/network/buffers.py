@@ -23,8 +23,8 @@ class Buffers:
         self._bounds = _all_bounds(schedule)
 
         # When the last write to each piece is done, and when all reads and writes are.
-        self._final: FloatArray = np.zeros(len(self._bounds))
-        self._free: FloatArray = np.zeros(len(self._bounds))
+        self.final: FloatArray = np.zeros(len(self._bounds))
+        self.free: FloatArray = np.zeros(len(self._bounds))
 
     def pieces(self, rank: IntArray, low: IntArray, high: IntArray) -> "Pieces":
         """Returns the pieces of an interval of each of some ranks."""
@@ -37,23 +37,6 @@ class Buffers:
         is_long = self._bounds[last] != start + high
         last[is_long] = np.searchsorted(self._bounds, (start + high)[is_long])
         return Pieces(first, last)
-
-    def final(self, pieces: "Pieces") -> FloatArray:
-        """Returns <float64>[N] when all that was written to each interval has arrived."""
-        return pieces.largest(self._final)
-
-    def free(self, pieces: "Pieces") -> FloatArray:
-        """Returns <float64>[N] when all reads and writes of each interval are done."""
-        return pieces.largest(self._free)
-
-    def read(self, pieces: "Pieces", until: FloatArray) -> None:
-        """Records that each interval is read until a time."""
-        pieces.raise_to(self._free, until)
-
-    def write(self, pieces: "Pieces", until: FloatArray) -> None:
-        """Records that each interval is written until a time."""
-        pieces.raise_to(self._free, until)
-        pieces.raise_to(self._final, until)
 
 
 class Pieces:

@@ -46,26 +46,21 @@ def reduce_scatter_of(all_reduce: Schedule, ranks: IntArray) -> Schedule:
         all_reduce: Every one of `ranks` ends with the sum.
         ranks: <int64>[n] ranks in the order of their chunks, which differ by at most one unit.
     """
-    bounds = split_evenly(all_reduce.num_units, len(ranks))
-    return _pruned(all_reduce, intervals(ranks, bounds[:-1], bounds[1:]))
+    chunks = split_evenly(all_reduce.num_units, len(ranks))
+    after = intervals(ranks, chunks[:-1], chunks[1:])
 
-
-def _pruned(schedule: Schedule, after: Intervals) -> Schedule:
-    """Returns the part of a schedule that ranks need to end with some of its units.
-
-    From the last step to the first, a transfer is kept if its result is needed later; its source is
-    then needed before it, and the overwritten units are not.
-    """
-    table = schedule.transfers
-    bounds = bounds_of_pieces((table, schedule.before, after))
-    needed = covered_pieces(after, bounds, (schedule.num_ranks, max(len(bounds) - 1, 0)))
+    # From the last step to the first, a transfer is kept if its result is needed later; its source is
+    # then needed before it, and the overwritten units are not.
+    table = all_reduce.transfers
+    bounds = bounds_of_pieces((table, all_reduce.before, after))
+    needed = covered_pieces(after, bounds, (all_reduce.num_ranks, max(len(bounds) - 1, 0)))
 
     kept_rows: list[IntArray] = []
     kept_pieces: list[IntArray] = []
-    for step in reversed(range(schedule.num_steps)):
+    for step in reversed(range(all_reduce.num_steps)):
         # Rows of this step whose results are needed later.
-        first = int(schedule.step_offsets[step])
-        last = int(schedule.step_offsets[step + 1])
+        first = int(all_reduce.step_offsets[step])
+        last = int(all_reduce.step_offsets[step + 1])
         row, piece = expand(table.low[first:last], table.high[first:last], bounds)
         row = row + first
         is_needed = needed[table.destination[row], piece]
@@ -80,7 +75,7 @@ def _pruned(schedule: Schedule, after: Intervals) -> Schedule:
         kept_pieces.append(piece)
 
     if not kept_rows:
-        return replace(schedule, after=after)
+        return replace(all_reduce, after=after)
 
     # Neighbouring pieces of the same row are one interval.
     row = np.concatenate(kept_rows[::-1])
@@ -97,4 +92,4 @@ def _pruned(schedule: Schedule, after: Intervals) -> Schedule:
         high=bounds[piece[ends] + 1],
         adds=kept.adds,
     )
-    return replace(schedule, transfers=left, after=after)
+    return replace(all_reduce, transfers=left, after=after)

@@ -48,20 +48,10 @@ class Simulation:
     link_bytes: FloatArray
     link_busy_seconds: FloatArray
 
-    @property
-    def start(self) -> FloatArray:
-        """<float64>[T] when the first byte of each transfer is sent."""
-        return self.timeline.start
-
-    @property
-    def finish(self) -> FloatArray:
-        """<float64>[T] when the last byte of each transfer has arrived."""
-        return self.timeline.finish
-
     @cached_property
     def seconds(self) -> float:
         """Time until everything has arrived."""
-        return float(self.finish.max(initial=0.0))
+        return float(self.timeline.finish.max(initial=0.0))
 
     @cached_property
     def path(self) -> CriticalPath:
@@ -100,7 +90,7 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
         high = table.high[messages.rows]
         sources = buffers.pieces(table.source[messages.rows], low, high)
         destinations = buffers.pieces(table.destination[messages.rows], low, high)
-        ready = np.maximum(buffers.final(sources), buffers.free(destinations))
+        ready = np.maximum(sources.largest(buffers.final), destinations.largest(buffers.free))
 
         # Slots on the links of the routes.
         hop_row, hop_link = routes.hops(messages.pair)
@@ -109,8 +99,9 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
 
         released = start + messages.flow
         finish = released + messages.latency
-        buffers.read(sources, released)
-        buffers.write(destinations, finish)
+        sources.raise_to(buffers.free, released)
+        destinations.raise_to(buffers.free, finish)
+        destinations.raise_to(buffers.final, finish)
 
         timeline.start[messages.rows] = start
         timeline.released[messages.rows] = released

@@ -195,13 +195,7 @@ def grid(
         source += [near, far]
         destination += [far, near]
 
-    num_links = sum(len(column) for column in source)
-    links = Links(
-        source=np.concatenate(source),
-        destination=np.concatenate(destination),
-        bandwidth=np.full(num_links, float(bandwidth)),
-        latency=np.full(num_links, float(latency)),
-    )
+    links = _equal_links(source, destination, Rate(bandwidth, latency))
     default = " x ".join(str(size) for size in sizes) + (" torus" if all(rings) else " mesh")
     return Topology(name or default, ranks.size, ranks.size, links, sizes, rings)
 
@@ -263,12 +257,7 @@ def two_level(
     members = np.unique(node_switch) if shared_card else ranks
     far = _joined(members, np.full(len(members), top_switch), across)
 
-    links = Links(
-        source=np.concatenate([near.source, far.source]),
-        destination=np.concatenate([near.destination, far.destination]),
-        bandwidth=np.concatenate([near.bandwidth, far.bandwidth]),
-        latency=np.concatenate([near.latency, far.latency]),
-    )
+    links = Links(*(np.concatenate(columns) for columns in zip(near, far, strict=True)))
     default = f"{num_nodes:,} nodes of {per_node:,} ranks"
     return Topology(
         name=name or default,
@@ -283,11 +272,15 @@ def two_level(
 
 def _joined(members: IntArray, switches: IntArray, rate: Rate) -> Links:
     """Returns links from members to their switches and back, half of the latency each."""
-    # Up and down.
-    num_links = 2 * len(members)
+    up_and_down = [members, switches], [switches, members]
+    return _equal_links(*up_and_down, Rate(rate.bandwidth, rate.latency / 2))
+
+
+def _equal_links(source: list[IntArray], destination: list[IntArray], rate: Rate) -> Links:
+    num_links = sum(len(column) for column in source)
     return Links(
-        source=np.concatenate([members, switches]),
-        destination=np.concatenate([switches, members]),
+        source=np.concatenate(source),
+        destination=np.concatenate(destination),
         bandwidth=np.full(num_links, float(rate.bandwidth)),
-        latency=np.full(num_links, rate.latency / 2),
+        latency=np.full(num_links, float(rate.latency)),
     )

@@ -97,11 +97,10 @@ def test_the_tiles_of_all_placements_are_all_factorisations():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tq=2x2", "no axis 'tq' in a mesh. Did you mean 'tp'?"),
-        ("tp=2x2,tp=2x2", "expected tp once"),
-        ("tp=2x2", "expected a tile for dp_replicate 2 too"),
-        ("tp=1x\u0662", "expected sizes above 0 with x between them"),
-        ("tp=2x3", "expected sizes whose product is mesh.tp, 4"),
+        ("tq=2x2", "expected tiles of axes, e.g. tp=4x4,ep=8x8; axes are dp_replicate"),
+        ("tp=2x2", "expected dp_replicate with 2 sizes, whose product is mesh.dp_replicate, 2"),
+        ("tp=1x\u0662", "expected tiles of axes"),
+        ("tp=2x3", "product is"),
         ("tp=4x1,ep=3x1,dp_replicate=2x1", "tiles of at most 4 ranks along axis 0"),
     ],
 )

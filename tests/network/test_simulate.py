@@ -85,14 +85,16 @@ def test_times_are_those_of_a_simulation_unit_by_unit(
     simulation = simulate(*case)
 
     clock = simulate_slowly(*case)
-    rows = range(len(simulation.start))
+    rows = range(len(simulation.timeline.start))
     expected_start = [clock.start[row] for row in rows]
     expected_finish = [clock.finish[row] for row in rows]
 
     # A start that is the end of a gap less what is sent in it may be a rounding away from zero.
     rounding = 1e-12 * simulation.seconds
-    np.testing.assert_allclose(simulation.start, expected_start, rtol=1e-12, atol=rounding)
-    np.testing.assert_allclose(simulation.finish, expected_finish, rtol=1e-12, atol=rounding)
+    np.testing.assert_allclose(simulation.timeline.start, expected_start, rtol=1e-12, atol=rounding)
+    np.testing.assert_allclose(
+        simulation.timeline.finish, expected_finish, rtol=1e-12, atol=rounding
+    )
     links = range(len(simulation.link_bytes))
     expected_bytes = [clock.links[link].bytes for link in links]
     np.testing.assert_allclose(simulation.link_bytes, expected_bytes, rtol=1e-12)
@@ -104,8 +106,8 @@ def test_the_critical_path_accounts_for_all_of_the_time(
 ) -> None:
     simulation = simulate(*case)
     path = simulation.path
-    start = simulation.start[path.rows]
-    finish = simulation.finish[path.rows]
+    start = simulation.timeline.start[path.rows]
+    finish = simulation.timeline.finish[path.rows]
 
     assert path.latency + path.bandwidth + path.waiting == pytest.approx(simulation.seconds)
     if len(path.rows):
@@ -182,8 +184,8 @@ def test_messages_on_one_link_go_one_after_the_other() -> None:
     simulation = simulate(schedule_of(3, 8, table), network(3), 64.0)
 
     # 24 and 16 bytes at 8 bytes a second; the way back is another link.
-    assert simulation.start.tolist() == [0.0, 3.0, 0.0]
-    assert simulation.finish.tolist() == [3.0 + LATENCY, 5.0 + LATENCY, 2.0 + LATENCY]
+    assert simulation.timeline.start.tolist() == [0.0, 3.0, 0.0]
+    assert simulation.timeline.finish.tolist() == [3.0 + LATENCY, 5.0 + LATENCY, 2.0 + LATENCY]
     assert simulation.link_bytes.max() == 40.0
     assert simulation.link_busy_seconds.max() == 5.0
 
@@ -199,7 +201,7 @@ def test_whoever_is_ready_first_has_the_link() -> None:
     table = copies((0, 0, 1, 0, 4), (1, 1, 2, 0, 4), (1, 1, 2, 4, 6))
     simulation = simulate(schedule_of(5, 8, table), network(5), 64.0)
 
-    assert simulation.start.tolist() == [0.0, 4.0 + LATENCY, 0.0]
+    assert simulation.timeline.start.tolist() == [0.0, 4.0 + LATENCY, 0.0]
 
 
 def test_a_link_that_waits_for_a_late_message_serves_others_meanwhile() -> None:
@@ -209,7 +211,7 @@ def test_a_link_that_waits_for_a_late_message_serves_others_meanwhile() -> None:
     simulation = simulate(schedule_of(5, 9, table), network(5), 72.0)
 
     late = 4.0 + LATENCY
-    assert simulation.start.tolist() == [0.0, late, 0.0, late + 4.0]
+    assert simulation.timeline.start.tolist() == [0.0, late, 0.0, late + 4.0]
     assert simulation.path.rows.tolist() == [0, 1, 3]
     assert simulation.path.waiting == 4.0
 
@@ -238,7 +240,7 @@ def test_a_link_forgets_the_oldest_of_many_gaps() -> None:
     simulation = simulate(schedule, topology, 2 * num_messages * BANDWIDTH)
 
     # Gap i is from 2 i + 1 to 2 i + 2, but for the first one, from 0 to 2; three are forgotten.
-    filled = simulation.start[-num_messages:]
+    filled = simulation.timeline.start[-num_messages:]
     end = 2.0 * num_messages + 1.0
     expected = [2.0 * index + 1.0 for index in range(3, num_messages)]
     assert filled.tolist() == [*expected, end, end + 1.0, end + 2.0]
@@ -253,8 +255,8 @@ def test_a_message_over_several_links_takes_their_latencies_and_the_slowest_one(
 
     # 16 bytes at 2 bytes a second over three links. They take the last link for 2 s of those 8, so
     # that what follows in its line starts at once after its turn, and flows at 8 bytes a second.
-    assert simulation.finish[0] == 8.0 + 3 * LATENCY
-    assert simulation.finish[1] == 4.0 + LATENCY
+    assert simulation.timeline.finish[0] == 8.0 + 3 * LATENCY
+    assert simulation.timeline.finish[1] == 4.0 + LATENCY
     assert sorted(simulation.link_busy_seconds[simulation.link_busy_seconds > 0]) == [2.0, 4.0, 8.0]
 
 
@@ -268,7 +270,7 @@ def test_a_fast_link_carries_as_many_slow_messages_at_once_as_fit() -> None:
 
     simulation = simulate(schedule_of(8, 4, table), topology, 32.0)
 
-    assert simulation.start.tolist() == [0.0, 0.0, 0.5, 1.0]
+    assert simulation.timeline.start.tolist() == [0.0, 0.0, 0.5, 1.0]
     assert simulation.seconds == 2.0
 
 
@@ -293,7 +295,7 @@ def test_steps_are_no_barriers() -> None:
     table = copies((0, 0, 1, 0, 8), (0, 2, 3, 0, 1), (1, 3, 4, 0, 1))
     simulation = simulate(schedule_of(5, 8, table), network(5), 64.0)
 
-    assert simulation.start.tolist() == [0.0, 0.0, 1.0 + LATENCY]
+    assert simulation.timeline.start.tolist() == [0.0, 0.0, 1.0 + LATENCY]
     assert simulation.seconds == 8.0 + LATENCY
 
 
@@ -303,7 +305,7 @@ def test_a_write_waits_until_earlier_steps_have_read_and_written_the_units() -> 
     simulation = simulate(schedule_of(3, 8, table), network(3), 64.0)
 
     # The last byte of unit 3 is read after 4 s, and written after one more and the latency.
-    assert simulation.start.tolist() == [0.0, 4.0, 0.0, 5.0 + LATENCY]
+    assert simulation.timeline.start.tolist() == [0.0, 4.0, 0.0, 5.0 + LATENCY]
     assert simulation.path.rows.tolist() == [0, 1, 3]
     assert simulation.path.latency == 2 * LATENCY
 
@@ -313,7 +315,7 @@ def test_what_is_sent_and_received_in_one_step_needs_no_wait() -> None:
     table = copies((0, 0, 1, 0, 2), (0, 1, 0, 0, 2))
     simulation = simulate(schedule_of(2, 2, table), network(2), 16.0)
 
-    assert simulation.start.tolist() == [0.0, 0.0]
+    assert simulation.timeline.start.tolist() == [0.0, 0.0]
 
 
 def test_a_dead_rank_is_gone_around() -> None:

@@ -23,7 +23,6 @@ MAX_PATH_ROWS = 200
 """Transfers of a critical path in the page's table; the page says how many there are in all."""
 
 _MAX_LINKS = 200_000
-_MAX_DEAD_SHOWN = 32
 
 _PAYLOADS = tuple(float(2**power) for power in range(12, 31, 3))
 """Bytes, 4 KiB to 1 GiB, for which algorithms are compared on the page, besides the payload of the plan."""
@@ -86,7 +85,7 @@ def render_network_page(
         title=title,
         notes=notes,
         numbers=text.replace("<", "\\u003c"),
-        facts=_facts(first.topology),
+        topology=first.topology,
         simulations=simulations,
         times=times,
         payload=first.payload_bytes,
@@ -99,24 +98,6 @@ def show_seconds(seconds: float) -> str:
     sizes = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
     unit = next((unit for unit, size in sizes.items() if seconds >= size), "s")
     return f"{seconds / sizes[unit]:.3g} {unit}"
-
-
-def _facts(topology: Topology) -> dict[str, str]:
-    """Returns the network's properties on the page."""
-    links = topology.links
-    rates = sorted({f"{rate / 1e9:.4g} GB/s" for rate in links.bandwidth.tolist()})
-    latencies = sorted({show_seconds(part) for part in links.latency.tolist() if part > 0})
-    dead = sorted(topology.dead)
-    shown = ", ".join(str(rank) for rank in dead[:_MAX_DEAD_SHOWN])
-    if len(dead) > _MAX_DEAD_SHOWN:
-        shown += " ..."
-    return {
-        "ranks": f"{topology.num_ranks:,}",
-        "one-way links": f"{len(links.source):,}",
-        "bandwidth of a link": ", ".join(rates) or "-",
-        "latency of a link": ", ".join(latencies) or "0",
-        "dead ranks": f"{len(dead)}: {shown}" if dead else "none",
-    }
 
 
 def _page_numbers(topology: Topology, simulations: Mapping[str, Simulation]) -> dict[str, Any]:
@@ -151,8 +132,8 @@ def _algorithm_numbers(name: str, simulation: Simulation) -> dict[str, Any]:
         table.source[rows],
         table.destination[rows],
         num_bytes,
-        simulation.start[rows],
-        simulation.finish[rows],
+        simulation.timeline.start[rows],
+        simulation.timeline.finish[rows],
     )
 
     # Loads are shares of the time.

@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe.checks import check, shown
+from moe.checks import check
 from moe.distributed.mesh import AXES as MESH_AXES
 from moe.distributed.mesh import MeshConfig, divisors
-from moe.errors import ConfigError, did_you_mean
 from moe.network.schedule import IntArray
 from moe.network.topology import Rate, Topology, grid, switch, two_level
 from moe.planning.traffic import AXES, axis_sizes
@@ -34,6 +33,9 @@ _PARTS_OF = {"ep": ("ep across", "ep inside")}
 
 _NOMINAL = Rate(bandwidth=1.0, latency=0.0)
 """Rate of the links of a group's own network, of which builders only use the shape."""
+
+_TILE = re.compile(r"\s*(\w+)\s*=\s*(\d{1,6}(?:x\d{1,6})*)\s*", re.ASCII)
+"""Text of a tile."""
 
 Tile = tuple[int, ...]
 
@@ -126,7 +128,15 @@ class Placement:
                 strides.append(stride)
                 wraps.append(self.switched or (self.wraps[network_axis] and whole))
 
-        layout = self._layout(extents, wraps)
+        # A network of the group alone, for builders.
+        if not extents:
+            layout = switch(1, _NOMINAL)
+        elif not self.switched:
+            layout = grid(extents, wraps=wraps, bandwidth=1.0, latency=0.0)
+        elif len(extents) == 1:
+            layout = switch(extents[0], _NOMINAL)
+        else:
+            layout = two_level(*extents, inside=_NOMINAL, across=_NOMINAL)
         is_even = all(strides)
         description = _times(tuple(extents)) or "1"
         if not is_even:
@@ -154,16 +164,6 @@ class Placement:
                 return extent, 0
             num_steps *= self.tiles[part][axis]
         return extent, stride
-
-    def _layout(self, extents: list[int], wraps: list[bool]) -> Topology:
-        """Returns a network of the group alone, for builders."""
-        if not extents:
-            return switch(1, _NOMINAL)
-        if not self.switched:
-            return grid(extents, wraps=wraps, bandwidth=1.0, latency=0.0)
-        if len(extents) == 1:
-            return switch(extents[0], _NOMINAL)
-        return two_level(extents[0], extents[1], inside=_NOMINAL, across=_NOMINAL)
 
 
 def place_in_order(mesh: MeshConfig, topology: Topology) -> Placement:
@@ -204,26 +204,21 @@ def place_by_tiles(mesh: MeshConfig, topology: Topology, text: str) -> Placement
     """
     shape = topology.shape
     check(bool(shape), "--place", text, f"no placement: {topology.name} has no axes")
-    tiles: dict[str, Tile] = {}
 
-    # One tile for each axis that is named.
+    # Axes of one rank need no tile.
+    tiles = {axis: (1,) * len(shape) for axis in MESH_AXES}
     for item in text.split(","):
-        axis, _, value = item.partition("=")
-        axis = axis.strip()
-        if axis not in MESH_AXES:
-            known = ", ".join(MESH_AXES)
-            raise ConfigError(
-                f"--place is {shown(text)}; there is no axis {shown(axis)} in a mesh."
-                f"{did_you_mean(axis, MESH_AXES)} Axes are {known}; write e.g. tp=4x4,ep=8x8."
-            )
-        check(axis not in tiles, "--place", text, f"{axis} once")
-        tiles[axis] = _read_tile(axis, value, mesh, shape)
-
-    # Axes of one rank need none.
-    for axis in MESH_AXES:
+        match = _TILE.fullmatch(item)
+        is_tile = match is not None and match[1] in MESH_AXES
+        axes = ", ".join(MESH_AXES)
+        check(is_tile, "--place", text, f"tiles of axes, e.g. tp=4x4,ep=8x8; axes are {axes}")
+        assert match is not None, "it was checked"
+        tiles[match[1]] = tuple(int(size) for size in match[2].split("x"))
+    for axis, tile in tiles.items():
         size = getattr(mesh, axis)
-        check(axis in tiles or size == 1, "--place", text, f"a tile for {axis} {size} too")
-        tiles.setdefault(axis, (1,) * len(shape))
+        fits = len(tile) == len(shape) and math.prod(tile) == size
+        expected = f"{axis} with {len(shape)} sizes, whose product is mesh.{axis}, {size}"
+        check(fits, "--place", text, expected)
 
     # Tiles of all axes side by side must fit.
     for index, size in enumerate(shape):
@@ -317,21 +312,6 @@ def _split_ep(mesh: MeshConfig, tiles: Mapping[str, Tile]) -> dict[str, Tile]:
 
     split = {axis: tile for axis, tile in tiles.items() if axis != "ep"}
     return {**split, "ep across": tuple(across), "ep inside": tuple(inside)}
-
-
-def _read_tile(axis: str, value: str, mesh: MeshConfig, shape: Tile) -> Tile:
-    """Returns the sizes in a text like `4x4`."""
-    # Numbers, one for each axis, with the product of the mesh.
-    sizes = value.split("x")
-    name = f"the tile of {axis} in --place"
-    is_number = [re.fullmatch(r"\s*[0-9]{1,6}\s*", size) is not None for size in sizes]
-    check(all(is_number), name, value, "sizes above 0 with x between them, e.g. 4x4")
-    tile = tuple(int(size) for size in sizes)
-    expected = f"{len(shape)} sizes, one for each axis of the network ({_times(shape)})"
-    check(len(tile) == len(shape), name, value, expected)
-    size = getattr(mesh, axis)
-    check(math.prod(tile) == size, name, value, f"sizes whose product is mesh.{axis}, {size}")
-    return tile
 
 
 def _members(axis: str) -> tuple[str, ...]:

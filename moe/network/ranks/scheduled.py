@@ -13,6 +13,8 @@ exchanges rows of tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,12 +37,15 @@ class Message(NamedTuple):
     Attributes:
         peer: The other rank's number in the group.
         spans: Elements of the buffer, one span after the other in the message.
-        num_elements: Elements of all spans.
     """
 
     peer: int
-    spans: tuple[slice, ...]
-    num_elements: int
+    spans: list[slice]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all spans."""
+        return sum(span.stop - span.start for span in self.spans)
 
 
 class Arrival(NamedTuple):
@@ -68,9 +73,9 @@ class RankStep(NamedTuple):
         arrivals: Destinations of received data, in the order of the schedule's rows.
     """
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    arrivals: tuple[Arrival, ...]
+    sends: list[Message]
+    receives: list[Message]
+    arrivals: list[Arrival]
 
 
 class _Row(NamedTuple):
@@ -118,16 +123,8 @@ class RankProgram:
             place: Positions of units in this rank's buffer.
         """
         # Rows are sorted by step.
-        steps: list[RankStep] = []
-        pending: list[_Row] = []
-        for row in self._rows_in_elements(place):
-            if pending and row.step != pending[0].step:
-                steps.append(_rank_step(pending))
-                pending = []
-            pending.append(row)
-        if pending:
-            steps.append(_rank_step(pending))
-        return steps
+        rows = self._rows_in_elements(place)
+        return [_rank_step(step_rows) for _, step_rows in groupby(rows, key=attrgetter("step"))]
 
     def shared_units(self) -> Intervals:
         """Returns the units that this rank and at least one other rank end with."""
@@ -176,45 +173,26 @@ def _group_ranks(
     return peers
 
 
-def _rank_step(rows: Sequence[_Row]) -> RankStep:
+def _rank_step(rows: Iterable[_Row]) -> RankStep:
     """Returns a step: rows between the same two ranks become one message."""
-    spans_to: dict[int, list[slice]] = {}
-    spans_from: dict[int, list[slice]] = {}
-    index_of: dict[int, int] = {}
-    lengths: list[int] = []
+    sends: dict[int, Message] = {}
+    receives: dict[int, Message] = {}
     arrivals: list[Arrival] = []
     for row in rows:
         # Both ranks put the rows of a message in the order of the schedule.
-        length = row.span.stop - row.span.start
-        if row.sends:
-            _append_span(spans_to.setdefault(row.peer, []), row.span)
-            continue
+        messages = sends if row.sends else receives
+        message = messages.setdefault(row.peer, Message(row.peer, []))
+        if not row.sends:
+            start = message.num_elements
+            part = slice(start, start + row.span.stop - row.span.start)
+            arrivals.append(Arrival(list(receives).index(row.peer), part, row.span, row.adds))
 
-        # Position of the row in its message.
-        _append_span(spans_from.setdefault(row.peer, []), row.span)
-        index = index_of.setdefault(row.peer, len(index_of))
-        if index == len(lengths):
-            lengths.append(0)
-        part = slice(lengths[index], lengths[index] + length)
-        lengths[index] += length
-        arrivals.append(Arrival(index, part, row.span, row.adds))
-
-    sends = [_message(peer, spans) for peer, spans in spans_to.items()]
-    receives = [_message(peer, spans) for peer, spans in spans_from.items()]
-    return RankStep(tuple(sends), tuple(receives), tuple(arrivals))
-
-
-def _append_span(spans: list[slice], span: slice) -> None:
-    """Appends a span; joins it to the last one where that ends."""
-    if spans and spans[-1].stop == span.start:
-        spans[-1] = slice(spans[-1].start, span.stop)
-    else:
-        spans.append(span)
-
-
-def _message(peer: int, spans: list[slice]) -> Message:
-    num_elements = sum(span.stop - span.start for span in spans)
-    return Message(peer, tuple(spans), num_elements)
+        # A span joins the last one where that ends.
+        if message.spans and message.spans[-1].stop == row.span.start:
+            message.spans[-1] = slice(message.spans[-1].start, row.span.stop)
+        else:
+            message.spans.append(row.span)
+    return RankStep(list(sends.values()), list(receives.values()), arrivals)
 
 
 # ---------------------------------------------------------------------------
@@ -271,13 +249,20 @@ class Execution:
         for message in step.receives:
             scratch = self._buffer.new_empty(message.num_elements, *shape, dtype=self._wire)
             self._received.append(scratch)
-            operations.append(self._operation(dist.irecv, scratch, message.peer))
+            operations.append(
+                dist.P2POp(dist.irecv, scratch, group=self._group, group_peer=message.peer)
+            )
 
         # Sent tensors must live until they are sent.
         for message in step.sends:
-            content = self._content(message)
+            # A view of the buffer where it is one span of the same dtype.
+            parts = [self._buffer[span] for span in message.spans]
+            content = parts[0] if len(parts) == 1 else torch.cat(parts)
+            content = content.to(self._wire)
             self._sent.append(content)
-            operations.append(self._operation(dist.isend, content, message.peer))
+            operations.append(
+                dist.P2POp(dist.isend, content, group=self._group, group_peer=message.peer)
+            )
 
         try:
             self._works = dist.batch_isend_irecv(operations)
@@ -300,16 +285,6 @@ class Execution:
                 target.add_(content)
             else:
                 target.copy_(content)
-
-    def _operation(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(operation, x, group=self._group, group_peer=peer)
-
-    def _content(self, message: Message) -> Tensor:
-        """Returns a message: a view of the buffer where it is one span of the same dtype."""
-        # Only separate rows must be concatenated.
-        parts = [self._buffer[span] for span in message.spans]
-        content = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return content.to(self._wire)
 
     def _lost_rank(self, index: int, error: RuntimeError) -> DistributedError:
         """Returns an error that names the ranks with which this rank was exchanging data."""
@@ -379,14 +354,16 @@ class ScheduledCollective:
 
         # Narrow floats are summed in float32.
         flat = x.view(-1)
-        buffer = flat.to(_sum_dtype(x.dtype))
+        sum_dtype = x.dtype
+        if x.is_floating_point():
+            sum_dtype = torch.promote_types(x.dtype, torch.float32)
+        buffer = flat.to(sum_dtype)
 
         num_elements = flat.numel()
-        steps = self._steps_by_size.get(num_elements)
-        if steps is None:
+        if num_elements not in self._steps_by_size:
             steps = self._program.steps(self._placement(num_elements))
             self._steps_by_size[num_elements] = steps
-        Execution(steps, buffer, self._program.group, self._wire).wait()
+        Execution(self._steps_by_size[num_elements], buffer, self._program.group, self._wire).wait()
 
         # The rank that made a sum gets it in the precision of the others.
         if self._wire is not None and self._wire != buffer.dtype:
@@ -413,10 +390,3 @@ class ScheduledCollective:
             return units * whole + units * rest // num_units
 
         return place
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which numbers are added up: at least float32 for floats."""
-    if dtype.is_floating_point:
-        return torch.promote_types(dtype, torch.float32)
-    return dtype
