@@ -59,26 +59,6 @@ def test_the_interval_is_that_of_scipy():
     assert found.high == pytest.approx(theirs.confidence_interval.high, abs=0.5)
 
 
-def test_a_score_that_is_no_mean_is_taken_anew_of_each_draw():
-    rng = np.random.default_rng(2)
-    targets = rng.integers(2, size=97).tolist()
-    answers = [target if rng.random() < 0.7 else 1 - target for target in targets]
-    found = score(F1, targets, answers)
-    theirs = scipy.stats.bootstrap(
-        (np.asarray(targets), np.asarray(answers)),
-        F1.score,
-        n_resamples=1000,
-        paired=True,
-        vectorized=False,
-        method="percentile",
-        rng=0,
-    )
-    assert found.value == F1.score(targets, answers)
-    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=2)
-    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=2)
-    assert found.stderr == pytest.approx(theirs.standard_error, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("summed", "anew"), [(ACCURACY, Metric("accuracy", ACCURACY.score)), (SUMMED_F1, F1)]
 )
@@ -192,16 +172,6 @@ def test_f1_and_correlation_of_right_answers_alone_leave_room_for_an_error(metri
     assert widths[0] > 2 * widths[1]
 
 
-def test_an_f1_far_from_the_bounds_has_the_interval_of_the_bootstrap():
-    rng = np.random.default_rng(11)
-    targets = rng.integers(2, size=499).tolist()
-    answers = [target if rng.random() < 0.7 else 1 - target for target in targets]
-    smoothed = score(F1_WITH_INVALID, targets, answers)
-    percentiles = score(SUMMED_F1, targets, answers)
-    assert smoothed.low == pytest.approx(percentiles.low, abs=0.7)
-    assert smoothed.high == pytest.approx(percentiles.high, abs=0.7)
-
-
 def test_a_score_that_is_not_defined_says_so():
     constant = score(MATTHEWS, [0, 1] * 20, [1] * 40)
     assert constant.value == 0
@@ -211,17 +181,6 @@ def test_a_score_that_is_not_defined_says_so():
     missing = score(MACRO_F1, [0, 1] * 20, [0, 1] * 20)
     assert "no target and no answer is of class 2, whose F1 counts as 0" in missing.note
     assert score(MATTHEWS, [0, 1, 0, 1], [0, 1, 1, 1]).note == ""
-
-
-def test_classes_renamed_leave_the_interval_where_it_was():
-    rng = np.random.default_rng(12)
-    targets = rng.integers(2, size=61)
-    answers = np.where(rng.random(61) < 0.9, targets, 1 - targets)
-    found = score(MATTHEWS, targets.tolist(), answers.tolist())
-    renamed = score(MATTHEWS, (1 - targets).tolist(), (1 - answers).tolist())
-    assert numbers(renamed)[2:] == pytest.approx(
-        numbers(found)[2:], abs=2
-    )  # other draws, of the same weights
 
 
 def test_examples_that_do_not_count_are_left_out_and_nothing_that_counts_is_said():

@@ -52,12 +52,6 @@ def test_the_observed_answers_are_one_of_the_permutations(metric):
     assert (p, exact) == (1 / (num_permutations + 1), False)
 
 
-def test_answers_of_one_group_are_one_toss():
-    groups = [str(number // 4) for number in range(12)]
-    pair = compared(ACCURACY, [1] * 12, [1] * 12, [0] * 8 + [1] * 4, groups)
-    assert pair.p_value == pytest.approx(2 / 2**2)
-
-
 def test_wins_of_multirc_are_answers_in_f1_and_questions_in_exact_match():
     """A has every answer right, B one of question 0 and none of question 1, of two answers each."""
     values, groups = [1, 0, 1, 0], ["0", "0", "1", "1"]
@@ -73,18 +67,13 @@ def test_wins_of_multirc_are_answers_in_f1_and_questions_in_exact_match():
     assert both.headline_scores.tolist() == [100, 0, 0, 0]  # by answer, as the headline counts
 
 
-def test_the_same_answers_differ_by_nothing():
-    pair = compared(ACCURACY, [1, 1, 0, 1, 0], [1, 0, 0, 1, 1], [1, 0, 0, 1, 1])
-    assert pair.difference == 0
-    assert (pair.p_value, pair.exact, pair.ties) == (1.0, True, 5)
-    assert "no spread was seen" in pair.note
-
-
 def test_systems_that_agree_on_all_examples_may_differ_on_the_next():
     widths = []
     for num in (28, 112):
         answers = [0, 1] * (num // 2)
         found = compared(ACCURACY, answers, answers, answers)
+        assert (found.difference, found.p_value, found.exact, found.ties) == (0, 1, True, num)
+        assert "no spread was seen" in found.note
         assert found.low < 0 < found.high
         assert found.low == pytest.approx(-found.high, rel=0.3)
         widths.append(found.high - found.low)
@@ -155,19 +144,6 @@ def test_groups_of_different_sizes_are_swapped_whole():
     for metric in (ACCURACY, ANEW):
         found, _ = p_value(metric, [1] * 41, a.tolist(), b.tolist(), groups)
         assert found == pytest.approx(theirs.pvalue)
-
-
-def test_the_interval_of_the_difference_is_paired():
-    """Two systems that err on nearly the same examples differ far more surely than their own
-    intervals say.
-    """
-    rng = np.random.default_rng(1)
-    a = (rng.random(200) < 0.5).astype(int)
-    b = a.copy()
-    b[np.flatnonzero(a)[:9]] = 0
-    pair = compared(ACCURACY, [1] * 200, a.tolist(), b.tolist())
-    assert pair.difference == pytest.approx(4.5)
-    assert 1 < pair.low < 4.5 < pair.high < 9
 
 
 def test_a_and_b_are_the_two_sides_of_one_difference():

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe.estimates import Interval, bounded_interval, mean_interval, percentile_interval
-from stmoe_eval.scores.additive import ScoreOfSums, mean_of_sums, mean_terms
 from stmoe_eval.scores.metrics import Metric, Values, exact_matches, unwrap_values
 
 RESAMPLES = 1000
@@ -49,71 +48,50 @@ class Score:
 
 
 class ScoredAnswers(NamedTuple):
-    """Answers with their targets and the scores of single examples.
+    """Answers with their targets and what each adds to the scores.
 
     Attributes:
         metrics: Metrics of the task.
         targets: N post-processed targets.
         answers: N post-processed answers.
-        example_scores: By metric, <float64>[N] scores of examples, NaN where one does not count;
-            only of metrics that are means.
-        example_terms: By metric, <float64>[N, P] what each example adds to P sums; only of other
-            metrics that are functions of sums.
+        terms: By metric, <float64>[N, P] what each example adds to P sums; only of metrics that are
+            functions of sums.
     """
 
     metrics: Sequence[Metric]
     targets: Values
     answers: Values
-    example_scores: Mapping[str, NDArray[np.float64]]
-    example_terms: Mapping[str, NDArray[np.float64]]
+    terms: Mapping[str, NDArray[np.float64]]
 
     @property
     def headline_scores(self) -> NDArray[np.float64]:
         """<float64>[N] how well each example was answered: its score in the first metric if single
-        examples have one, else 100 for an answer that equals the target.
+        examples have one, NaN where it does not count; else 100 for an answer that equals the
+        target.
         """
         headline = self.metrics[0]
-        if headline.name in self.example_scores:
-            return self.example_scores[headline.name]
         if headline.additive is not None and headline.additive.scores_examples:
-            return headline.additive.score_of_sums(self.example_terms[headline.name])
+            return headline.additive.score_of_sums(self.terms[headline.name])
         return exact_matches(unwrap_values(self.targets), unwrap_values(self.answers))
 
     def only(self, metric: Metric) -> "ScoredAnswers":
         """Returns the same answers with one of the metrics."""
         return self._replace(metrics=(metric,))
 
-    def terms(self, metric: Metric) -> tuple[NDArray[np.float64], ScoreOfSums] | None:
-        """Returns a metric as a function of sums over examples.
-
-        Returns:
-            <float64>[N, P] what each example adds to P sums, and the score of the sums; None if the
-            metric is not a function of sums.
-        """
-        if metric.name in self.example_scores:
-            return mean_terms(self.example_scores[metric.name]), mean_of_sums
-        if metric.additive is not None:
-            return self.example_terms[metric.name], metric.additive.score_of_sums
-        return None
-
     def score(self, metric: Metric) -> float:
         """Returns the value of a metric; NaN where it is not defined."""
-        if metric.name in self.example_scores:
-            sums = mean_terms(self.example_scores[metric.name]).sum(axis=0)  # [N, 2] -> [2]
-            return float(mean_of_sums(sums))
+        if metric.additive is not None and metric.score_examples is not None:
+            return float(metric.additive.score_of_sums(self.terms[metric.name].sum(axis=0)))
         return score_or_nan(metric, self.targets, self.answers)
 
 
 def score_answers(metrics: Sequence[Metric], targets: Values, answers: Values) -> ScoredAnswers:
     """Returns answers with their targets, scored once by every metric."""
-    example_scores = {}
-    example_terms = {}
+    terms = {}
     for metric in metrics:
-        if metric.score_examples is not None:
-            example_scores[metric.name] = metric.score_examples(targets, answers)
-        elif metric.additive is not None:
-            example_terms[metric.name] = metric.additive.terms(targets, answers)
-    return ScoredAnswers(metrics, targets, answers, example_scores, example_terms)
+        if metric.additive is not None:
+            terms[metric.name] = metric.additive.terms(targets, answers)
+    return ScoredAnswers(metrics, targets, answers, terms)
 
 
 def score_or_nan(metric: Metric, targets: Values, answers: Values) -> float:
@@ -173,13 +151,12 @@ def group_statistic(
     A function of sums is computed from the sums of groups. Any other metric is recomputed on the
     drawn examples; a group that was drawn twice occurs twice.
     """
-    additive = answers.terms(metric)
+    additive = metric.additive
     if additive is not None:
-        terms, score_of_sums = additive
-        sums = group_sums(terms, groups)  # [G, P]
+        sums = group_sums(answers.terms[metric.name], groups)  # [G, P]
 
         def from_sums(drawn: NDArray[np.int64]) -> float:
-            return float(score_of_sums(sums[drawn].sum(axis=0)))
+            return float(additive.score_of_sums(sums[drawn].sum(axis=0)))
 
         return from_sums
 
@@ -274,7 +251,9 @@ def score_metrics(
         draws[metric.name] = bootstrap(statistic, len(members), seed)
 
         interval = metric_interval(answers, metric, members, draws[metric.name])
-        notes = [_remark(answers, metric), no_spread(draws[metric.name], interval)]
+        notes = [no_spread(draws[metric.name], interval)]
+        if metric.additive is not None and len(answers.targets):
+            notes.insert(0, metric.additive.remark(answers.terms[metric.name].sum(axis=0)))
         scores[metric.name] = with_interval(
             value=answers.score(metric),
             draws=draws[metric.name],
@@ -298,28 +277,11 @@ def metric_interval(
         groups: Numbers of the examples of each group.
         draws: <float64>[R] bootstrap draws of the metric.
     """
-    if metric.name in answers.example_scores:
-        terms = mean_terms(answers.example_scores[metric.name])
-        return mean_interval(group_sums(terms, groups))
-    bounds = metric_bounds(metric)
-    if bounds is None:
-        return None
-    return bounded_interval(answers.score(metric), draws, len(groups), bounds)
-
-
-def metric_bounds(metric: Metric) -> tuple[float, float] | None:
-    """Returns the smallest and largest value of a mean or of a score of classes."""
     if metric.score_examples is not None:
-        return (0.0, 100.0)
-    return None if metric.additive is None else metric.additive.bounds
-
-
-def _remark(answers: ScoredAnswers, metric: Metric) -> str:
-    """Returns a remark about the value of a metric, e.g. that it is undefined."""
-    terms = answers.example_terms.get(metric.name)  # [N, P]
-    if metric.additive is None or terms is None or not len(terms):
-        return ""
-    return metric.additive.remark(terms.sum(axis=0))
+        return mean_interval(group_sums(answers.terms[metric.name], groups))
+    if metric.additive is None or metric.additive.bounds is None:
+        return None
+    return bounded_interval(answers.score(metric), draws, len(groups), metric.additive.bounds)
 
 
 def no_spread(draws: NDArray[np.float64], interval: Interval | None) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe.training.pair_scores import rouge_fmeasures, word_f1
-from stmoe_eval.scores.additive import AdditiveScore, matthews, mean_f1
+from stmoe_eval.scores.additive import AdditiveScore, matthews, mean_f1, mean_of_sums, mean_terms
 
 Values = Sequence[Any]
 """Post-processed targets or answers, one for each example, in the order of the examples."""
@@ -36,7 +36,7 @@ class Metric:
         score_examples: (targets, answers) to <float64>[N] scores whose mean over those that are not
             NaN is `score`: examples that do not count, as a repeated query, are NaN. None if the
             score is not a mean.
-        additive: The same score as a function of sums, if it is not a mean but has this form.
+        additive: The same score as a function of sums, if it has this form, as means do.
         signature: Returns the library, its version and its settings, where these decide the score.
     """
 
@@ -55,7 +55,11 @@ def mean_of(name: str, score_examples: ExampleScorer) -> Metric:
         counted = scores[~np.isnan(scores)]
         return float(counted.mean()) if counted.size else math.nan
 
-    return Metric(name, score, score_examples)
+    def terms(targets: Values, answers: Values) -> NDArray[np.float64]:
+        return mean_terms(score_examples(targets, answers))
+
+    additive = AdditiveScore(terms, mean_of_sums, (0.0, 100.0), scores_examples=True)
+    return Metric(name, score, score_examples, additive)
 
 
 def unwrap_values(values: Values) -> list[Any]:

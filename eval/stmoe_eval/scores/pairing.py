@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe.estimates import Interval, bounded_interval, mean_difference_interval
-from stmoe_eval.scores.additive import ScoreOfSums, mean_terms
+from stmoe_eval.scores.additive import ScoreOfSums
 from stmoe_eval.scores.intervals import (
     ScoredAnswers,
     bootstrap,
     examples_by_group,
     group_statistic,
     group_sums,
-    metric_bounds,
     no_spread,
     score_or_nan,
     with_interval,
@@ -146,13 +145,14 @@ def difference_interval(
         groups: Numbers of the examples of each group.
         draws: <float64>[R] draws of the paired bootstrap.
     """
-    if metric.name in a.example_scores:  # a mean: what counts in one system counts in the other
-        gaps = a.example_scores[metric.name] - b.example_scores[metric.name]  # [N]
-        return mean_difference_interval(group_sums(mean_terms(gaps), groups))
+    if metric.score_examples is not None:  # what counts in one system counts in the other
+        gaps = a.terms[metric.name] - b.terms[metric.name]  # [N, 2]
+        gaps[:, 1] = a.terms[metric.name][:, 1]
+        return mean_difference_interval(group_sums(gaps, groups))
 
     # If all draws are equal, their spread is unknown, and the number of groups is not enough to
     # estimate it.
-    bounds = metric_bounds(metric)
+    bounds = None if metric.additive is None else metric.additive.bounds
     if bounds is None or len(draws) == 0 or np.ptp(draws) <= _TOLERANCE:
         return None
     low, high = bounds
@@ -213,14 +213,10 @@ def _swap_statistic(
     metric: Metric, a: ScoredAnswers, b: ScoredAnswers, groups: list[NDArray[np.int64]]
 ) -> tuple[SwapStatistic, int, int]:
     """Returns the difference after swaps, how many groups differ, and how many permutations to try."""
-    additive_a = a.terms(metric)
-    additive_b = b.terms(metric)
-    if additive_a is not None and additive_b is not None:
-        terms_a, score_of_sums = additive_a
-        terms_b, _ = additive_b
-        sums_a = group_sums(terms_a, groups)
-        sums_b = group_sums(terms_b, groups)
-        return *_swap_sums(sums_a, sums_b, score_of_sums), PERMUTATIONS
+    if metric.additive is not None:
+        sums_a = group_sums(a.terms[metric.name], groups)
+        sums_b = group_sums(b.terms[metric.name], groups)
+        return *_swap_sums(sums_a, sums_b, metric.additive.score_of_sums), PERMUTATIONS
     return *_swap_answers(metric, a, b, groups), RECOMPUTED_PERMUTATIONS
 
 
