@@ -5,11 +5,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from moe.checks import shown
 from moe.errors import ConfigError
 from moe.files import work_folder, write_text
+from moe.json_lines import JsonLines, check_settings, to_line
 from moe.parsing import read_json
 from moe.serving.engine import Answer
 from moe.serving.request_file import Line
@@ -53,15 +54,11 @@ def request_record(number: int, record: dict[str, Any]) -> dict[str, Any]:
     return {"line": number, **kept, **references}
 
 
-class AnswerFile:
+class AnswerFile(JsonLines):
     """A JSONL file with one line for each request, in their order."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path = path
-        self._file = file
-
     def skip_answered(self, lines: Iterator[Line]) -> int:
-        """Takes the requests with an answer from `lines`, and cuts off a torn last line.
+        """Takes the requests with an answer from `lines`.
 
         Returns:
             The number of the last one, 0 if there is none.
@@ -69,34 +66,18 @@ class AnswerFile:
         Raises:
             ConfigError: When an answer is not to the request in its place.
         """
-        self._file.seek(0)
         last = 0
-        size = 0
-        for answered in self._file:
-            if not answered.endswith(b"\n"):
-                break
-            number, record, _ = next(lines, (last + 1, {}, None))
-            request = _to_bytes(request_record(number, record)).removesuffix(b"}")
-            if not answered.startswith((request + b', "targets": ', request + b', "error": ')):
-                raise ConfigError(
-                    f"{self._path} cannot be resumed: {shown(answered)} does not answer line {number}, "
-                    f"{shown(record)}. Give the same requests, or choose another name."
-                )
-            last = number
-            size += len(answered)
-        self._file.truncate(size)
-        self._file.seek(size)
+        with self.path.open("rb") as file:
+            for answered in file:
+                number, record, _ = next(lines, (last + 1, {}, None))
+                request = to_line(request_record(number, record)).encode().removesuffix(b"}\n")
+                if not answered.startswith((request + b', "targets": ', request + b', "error": ')):
+                    raise ConfigError(
+                        f"{self.path} cannot be resumed: {shown(answered)} does not answer line {number}, "
+                        f"{shown(record)}. Give the same requests, or choose another name."
+                    )
+                last = number
         return last
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Adds the next line."""
-        self._file.write(_to_bytes(record) + b"\n")
-        self._file.flush()
-
-
-def _to_bytes(record: dict[str, Any]) -> bytes:
-    # A column may hold dates.
-    return json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace")
 
 
 @contextmanager
@@ -121,8 +102,7 @@ def open_answers(path: Path, settings: dict[str, Any], *, resume: bool) -> Itera
             )
         _keep_settings(path, settings)
         try:
-            with path.open("ab+") as file:
-                yield AnswerFile(path, file)
+            yield AnswerFile(path)
         except (KeyboardInterrupt, OSError) as error:
             error.add_note("The same command with --resume continues after the last answer.")
             raise
@@ -142,11 +122,7 @@ def _keep_settings(path: Path, settings: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{settings_path} holds {shown(saved)}; expected the settings of a run. {_ADVICE}"
             )
-        for name, value in settings.items():
-            if exists and saved[name] != value:
-                raise ConfigError(
-                    f"{path} cannot be resumed: its answers were made with {name} {shown(saved[name])}, not "
-                    f"{shown(value)}. Give the same settings, or choose another name."
-                )
+        if exists:
+            check_settings(path, saved, settings)
     if not exists:
         write_text(settings_path, json.dumps(settings, indent=2) + "\n")

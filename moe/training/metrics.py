@@ -1,22 +1,15 @@
 """The metrics of a run: one JSON object per line in metrics.jsonl, and the same for TensorBoard."""
 
-import json
-import os
-import socket
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
 
 from moe.checks import is_kind, shown
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
-from moe.files import write_text
-from moe.opening import open_to_write
+from moe.json_lines import JsonLines
 from moe.parsing import read_json_lines
 from moe.sparse.stats import RouterStats
 from moe.training.router_health import router_values
@@ -87,17 +80,20 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._lines = _open_lines(folder / METRICS_FILE, step)
+        path = folder / METRICS_FILE
+        earlier = _lines_until(path, step) if step and path.exists() else []
+        self._lines = JsonLines(path, earlier)
 
         # TensorBoard discards what a killed run has written after this step.
         purge_step = step + 1 if step else None
-        self._board = _Board(folder / "tensorboard", purge_step=purge_step)
+        self._board = SummaryWriter(folder / "tensorboard", purge_step=purge_step)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes the numbers that were measured after `step` updates."""
-        line = json.dumps({"step": step, **values}) + "\n"
-        self._lines.write(line.encode())
-        self._board.write(step, values)
+        self._lines.append({"step": step, **values})
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -108,15 +104,7 @@ class MetricsWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._lines.close()
         self._board.close()
-
-
-def _open_lines(path: Path, step: int) -> "_GrowingFile":
-    """Returns a file of lines; lines of an earlier run until `step` stay."""
-    earlier = _lines_until(path, step) if step and path.exists() else []
-    write_text(path, "".join(json.dumps(line) + "\n" for line in earlier))
-    return _GrowingFile(path)
 
 
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
@@ -133,60 +121,3 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
         if line_step <= step:
             lines.append(line)
     return lines
-
-
-class _Board:
-    """A file of events for TensorBoard; every write has reached the file when it returns.
-
-    TensorBoard's own writer is a thread: on a full disk it prints a traceback between the lines of a run, and the run
-    detects the failure late or never.
-
-    Args:
-        folder: Folder of the file.
-        purge_step: Step from which TensorBoard discards earlier files; None for none.
-    """
-
-    def __init__(self, folder: Path, *, purge_step: int | None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # The name starts as TensorBoard expects, and is unique to the process.
-        process = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        self._file = _GrowingFile(folder / f"events.out.tfevents.{int(time.time()):010d}.{process}")
-        self._records = RecordWriter(self._file)
-
-        self._add(Event(file_version="brain.Event:2"))
-        if purge_step is not None:
-            self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Appends the numbers of a step."""
-        entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(Event(step=step, summary=Summary(value=entries)))
-
-    def close(self) -> None:
-        """Ends the file."""
-        self._file.close()
-
-    def _add(self, event: Event) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
-
-
-class _GrowingFile:
-    """A file whose writes are complete when they return, or raise an OSError with its name."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(path, "ab", buffering=0, opener=open_to_write)  # noqa: SIM115
-
-    def write(self, data: bytes) -> None:
-        """Appends all of `data`."""
-        # An unbuffered file may write only a part.
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()

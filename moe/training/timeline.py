@@ -6,7 +6,6 @@ imported, to the exit of the process.
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import Field
 
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
-from moe.opening import open_to_write
+from moe.json_lines import JsonLines
 from moe.parsing import read_json_lines, to_record
 
 TIMELINE_FILE = "timeline.jsonl"
@@ -68,7 +67,6 @@ class Timeline:
     """
 
     def __init__(self, path: Path | None, step: int, *, started: float | None = None) -> None:
-        self._path = path
         self._step = step
         now = time.time()
         self._started = now if started is None else started
@@ -76,8 +74,7 @@ class Timeline:
         self._num_steps = 0
         self._seconds = 0.0
         self._data_wait = 0.0
-        if path is not None and path.exists():
-            _drop_torn_end(path)
+        self._lines = None if path is None else JsonLines(path)
         loading = max(0.0, now - self._started)
         self._append(TimelineEvent("start", self._started, step, seconds=loading))
 
@@ -129,19 +126,12 @@ class Timeline:
         self._step = event.step
         num_steps = self._goodput.steps + event.num_steps
         self._goodput = _add_event(self._goodput, event)._replace(steps=num_steps)
-        if self._path is None:
+        if self._lines is None:
             return
         values = {}
         for name, value in event._asdict().items():
             values[name] = round(value, _DIGITS) if isinstance(value, float) else value
-        with open(self._path, "a", encoding="utf-8", opener=open_to_write) as file:
-            file.write(json.dumps(values) + "\n")
-
-
-def _drop_torn_end(path: Path) -> None:
-    """Removes an incomplete last line, e.g. after a full disk."""
-    with open(path, "r+b", opener=open_to_write) as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+        self._lines.append(values)
 
 
 # ---------------------------------------------------------------------------

@@ -72,6 +72,17 @@ def test_the_routers_of_a_ranking_see_the_start_once_and_each_choice_once(folder
     assert dense.router is None
 
 
+def test_a_file_of_an_earlier_version_with_checksums_is_continued(folders, task, tmp_path):
+    system, requests, path = load_seq2seq(folders["moe"]), requests_of(task), tmp_path / "p.jsonl"
+    whole = predict(system, task, requests, "rank", path)
+    content = path.read_text()
+    assert '"routers": {' in content
+    path.write_text(content.replace("}}}\n", '}}, "sha256": "0123"}\n'))
+    assert "sha256" in path.read_text()
+    assert predict(system, task, requests, "rank", path) == whole
+    assert path.read_text() == content
+
+
 @pytest.fixture
 def encoded(folders):
     """A T5, and the inputs that its encoder has seen."""

@@ -1,12 +1,11 @@
 """The predictions of a model on a task, in a JSON Lines file that grows batch by batch.
 
 The first line, the header, identifies the model and the requests. Each batch has one line for each
-prediction and a closing line with router counts and a checksum of all lines since the previous
-closing line. A resumed run reads the closed batches back.
+prediction and a closing line with router counts. A resumed run reads the closed batches back. Files
+of earlier versions have a checksum in each closing line, which is ignored.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -14,12 +13,10 @@ from pydantic import Field
 
 from moe.checks import shown
 from moe.errors import DataError
-from moe.files import whole_file
-from moe.opening import open_to_write
-from moe.parsing import parse_json, read_text, to_record
+from moe.json_lines import JsonLines
+from moe.parsing import read_json_lines, to_record
 from stmoe_eval.answers.inference import AS_SAVED, Inference
 from stmoe_eval.answers.likelihood import ChoiceLikelihood, Normalization, Scoring
-from stmoe_eval.answers.sealed_json import SEAL, is_whole, seal
 from stmoe_eval.task import Decoding
 
 _MAX_COUNT = 1 << 53
@@ -32,6 +29,8 @@ Stack = Literal["encoder", "decoder"]
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 RouterCounts = dict[str, Count | list[Count]]
 """Router counts of a stack: the integer fields of `RouterStats`."""
+
+_Routers = dict[Stack, RouterCounts]
 
 
 # ---------------------------------------------------------------------------
@@ -68,14 +67,14 @@ class Header(NamedTuple):
     scoring: ScoringFields
     inference: Inference = AS_SAVED
 
-    def to_json(self) -> str:
+    def to_json(self) -> dict[str, Any]:
         """Returns the line of the file."""
         decoding = None if self.decoding is None else self.decoding._asdict()
         fields = {**self._asdict(), "decoding": decoding, "scoring": self.scoring._asdict()}
         fields["inference"] = self.inference._asdict()
         if self.inference == AS_SAVED:
             del fields["inference"]
-        return json.dumps(fields)
+        return fields
 
 
 class Prediction(NamedTuple):
@@ -104,7 +103,7 @@ class Prediction(NamedTuple):
         best = max(scores, key=scores.__getitem__)
         return self._replace(output=best, scores=scores)
 
-    def to_json(self) -> str:
+    def to_json(self) -> dict[str, Any]:
         """Returns the line of the file."""
         fields = self._asdict()
         if self.choices is not None:
@@ -112,7 +111,7 @@ class Prediction(NamedTuple):
             for text, choice in self.choices.items():
                 choices[text] = choice._asdict()
             fields["choices"] = choices
-        return json.dumps(fields)
+        return fields
 
 
 class Batch(NamedTuple):
@@ -131,12 +130,9 @@ class Batch(NamedTuple):
         predictions = [prediction.scored(scoring) for prediction in self.predictions]
         return self._replace(predictions=predictions)
 
-
-class _ClosingLine(NamedTuple):
-    """The line that closes a batch."""
-
-    routers: dict[Stack, RouterCounts]
-    sha256: str
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns the lines of the file."""
+        return [*(each.to_json() for each in self.predictions), {"routers": self.routers}]
 
 
 class PredictionsContent(NamedTuple):
@@ -173,7 +169,7 @@ class PredictionsFile:
     def __init__(self, path: Path | None, header: Header) -> None:
         self.path = path
         self.header = header
-        self._last_line = ""  # the next checksum begins with it
+        self._lines: JsonLines | None = None
 
     def resume(
         self, ids: Sequence[Sequence[str]], num_reusable: Callable[[int], int]
@@ -200,7 +196,7 @@ class PredictionsFile:
             scoring = Scoring(*self.header.scoring)
             num_kept = num_reusable(len(batches))
             batches = [batch.scored(scoring) for batch in batches[:num_kept]]
-            self._rewrite(self.path, batches)
+            self._lines = JsonLines(self.path, [self.header.to_json(), *_lines_of(batches)])
         except OSError as error:
             raise self._write_error(error) from error
         return batches
@@ -212,12 +208,10 @@ class PredictionsFile:
             DataError: When the file cannot be written; the next run continues after the last closed
                 batch.
         """
-        if self.path is None:
+        if self._lines is None:
             return
         try:
-            with open(self.path, "a", encoding="utf-8", opener=open_to_write) as file:
-                for batch in batches:
-                    file.write(self._lines_of(batch))
+            self._lines.append(*_lines_of(batches))
         except OSError as error:
             raise self._write_error(error) from error
 
@@ -229,23 +223,6 @@ class PredictionsFile:
         _check_inference(path, content.header, self.header.model, self.header.inference)
         with_own_scoring = content.header._replace(scoring=self.header.scoring)
         return content.batches if with_own_scoring == self.header else []
-
-    def _rewrite(self, path: Path, batches: Sequence[Batch]) -> None:
-        """Makes the file hold only these batches; a file that already does is not touched."""
-        self._last_line = self.header.to_json()
-        text = self._last_line + "\n" + "".join(map(self._lines_of, batches))
-        if path.is_file() and not path.is_symlink() and path.read_bytes() == text.encode():
-            return
-
-        with whole_file(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-
-    def _lines_of(self, batch: Batch) -> str:
-        """Returns the lines of a batch; its last one starts the next checksum."""
-        lines = [prediction.to_json() for prediction in batch.predictions]
-        closing = json.dumps({"routers": batch.routers})
-        self._last_line = seal(closing, "\n".join([self._last_line, *lines]))
-        return "\n".join([*lines, self._last_line]) + "\n"
 
     def _check_ids(self, ids: Sequence[str], batch: Batch) -> None:
         """Raises a DataError when a batch answers other requests than these."""
@@ -263,6 +240,11 @@ class PredictionsFile:
         )
 
 
+def _lines_of(batches: Sequence[Batch]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        yield from batch.to_json()
+
+
 # ---------------------------------------------------------------------------
 # Reading
 
@@ -276,10 +258,9 @@ def check_inference_of_file(path: Path, model: str, inference: Inference) -> Non
         DataError: Names both settings.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            value = _parse_line(path, 1, file.readline())
-        header = to_record(Header, value, where=f"{path}, line 1", advice=_ADVICE)
-    except (OSError, ValueError):
+        _, value = next(read_json_lines(path, torn_end=True))
+        header = to_record(Header, value, where=f"{path}, line 1")
+    except (DataError, StopIteration):
         return
     _check_inference(path, header, model, inference)
 
@@ -309,23 +290,20 @@ def read_predictions_file(
     Raises:
         DataError: When it cannot be read, or a line is not what was written there; names the line.
     """
-    # Text after the last newline is an unfinished line.
     if not path.exists():
         return _NO_CONTENT
-    lines = read_text(path, advice=_ADVICE).split("\n")[:-1]
-    if not lines:
+    lines = read_json_lines(path, advice=_ADVICE, torn_end=True, nan=True)
+    first = next(lines, None)
+    if first is None:
         return _NO_CONTENT
-
-    values = [_parse_line(path, number, line) for number, line in enumerate(lines, start=1)]
-    header = to_record(Header, values[0], where=f"{path}, line 1", advice=_ADVICE)
+    header = to_record(Header, first[1], where=f"{path}, line {first[0]}", advice=_ADVICE)
     if check_header is not None:
         check_header(header)
 
     batches: list[Batch] = []
     line_numbers: dict[str, int] = {}
     open_batch: list[Prediction] = []
-    checksum_start = 0  # index of the first line covered by the next checksum
-    for number, value in enumerate(values[1:], start=2):
+    for number, value in lines:
         where = f"{path}, line {number}"
 
         # A prediction of the batch that is not closed yet.
@@ -340,32 +318,17 @@ def read_predictions_file(
             open_batch.append(prediction)
             continue
 
-        # The line that closes it: its checksum counts the lines since the one before.
-        closing = to_record(_ClosingLine, value, where=where, advice=_ADVICE)
-        counted_lines = "\n".join(lines[checksum_start : number - 1])
-        if not is_whole(lines[number - 1], value, counted_lines):
-            raise DataError(
-                f"{path}, lines {checksum_start + 1} to {number}: they have changed since they were written ({SEAL} "
-                f"differs). {_ADVICE}"
-            )
-        batches.append(Batch(open_batch, closing.routers))
-        if _num_counts(closing.routers) != _num_counts(batches[0].routers):
+        # The line that closes it.
+        where = f"{where}: routers"
+        routers = to_record(_Routers, value["routers"], where=where, advice=_ADVICE)
+        batches.append(Batch(open_batch, routers))
+        if _num_counts(routers) != _num_counts(batches[0].routers):
             raise DataError(
                 f"{where}: the number of routers differs from the first batch. {_ADVICE}"
             )
         open_batch = []
-        checksum_start = number - 1
 
     return PredictionsContent(header, batches, line_numbers)
-
-
-def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
-    """Returns the JSON object of a line, or raises a DataError."""
-    where = f"{path}, line {number}"
-    value = parse_json(line, where=where, advice=_ADVICE, nan=True)
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {_ADVICE}")
-    return value
 
 
 def _to_prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
