@@ -153,10 +153,6 @@ def _check_options(options: Any) -> None:
     """Raises a ConfigError for options that cannot be combined."""
     if options.texts and options.input:
         raise ConfigError("Texts and --in were both given. Leave one of them out.")
-    if options.columns and not options.input:
-        raise ConfigError("--columns names columns of --in, which is missing. Leave it out.")
-    if options.resume and not options.out:
-        raise ConfigError("--resume continues the file of --out, which is missing. Add --out.")
     if options.mmap and options.ep > 1:
         raise ConfigError("--mmap cannot be combined with --ep. Leave one of them out.")
     if options.num_beams == 1:

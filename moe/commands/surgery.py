@@ -9,11 +9,10 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe.checksums import write_sums
 from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
 from moe.commands.routing_inputs import add_inputs, describe_inputs, read_batches, with_tokenizer
-from moe.commands.surgery_report import SurgeryReport, SurgeryResult, compare, measure, size_rows
+from moe.commands.surgery_report import SurgeryResult, compare, measure, write_report
 from moe.convert.formats import find_tokenizer_files
 from moe.convert.t5x import is_t5x
 from moe.errors import ConfigError
@@ -100,17 +99,15 @@ def perform_surgery(
             model = load_model(folder)
             effects = compare(before, measure(model, batches), result.origins)
             del model
-        report = SurgeryReport(
+        report = write_report(
+            folder,
             command=shlex.join(["stmoe", verb, *argv]),
             source=options.source,
-            sizes=size_rows(options.source, folder),
             text=text,
             effects=effects,
             tables=result.tables,
-            seconds=time.perf_counter() - start,
+            start=start,
         )
-        report.write(folder)
-        write_sums(folder)
 
     print(report)
     print(f"The model is in {target}.")

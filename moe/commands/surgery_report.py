@@ -1,8 +1,8 @@
 """Effects of a surgery on a model: the same table for every command, printed, as JSON and in the card."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe.checksums import write_sums
 from moe.estimates import Estimate, TokenSums, mean_over_tokens
 from moe.files import write_text
 from moe.hosts.all_hosts import count_parameters, find_class
@@ -111,22 +112,6 @@ def measure(model: Any, batches: Sequence[TracedBatch]) -> Measured:
     )
 
 
-class RoutingChange(NamedTuple):
-    """How the routing of one layer changed.
-
-    Attributes:
-        layer: Name of the layer.
-        first_expert_changed: Share of tokens whose first expert is another one.
-        load_before: Share of the accepted choices that went to each router row, before.
-        load_after: The same, after.
-    """
-
-    layer: str
-    first_expert_changed: float
-    load_before: list[float]
-    load_after: list[float]
-
-
 class Effects(NamedTuple):
     """Changes on the examples due to the surgery.
 
@@ -134,91 +119,85 @@ class Effects(NamedTuple):
         loss: Mean loss in nats of a target, before and after.
         loss_change: Change of the loss and its 95 % interval over documents, paired.
         changed_answers: Examples whose greedy answer changed, and their number.
-        routing: Change of each layer that is sparse before and after.
+        routing: For each layer that is sparse before and after its name as `layer`, the share of
+            tokens whose `first_expert_changed`, and the shares of the accepted choices that went to
+            each router row, `load_before` and `load_after`.
     """
 
     loss: tuple[float, float]
     loss_change: Estimate
     changed_answers: tuple[int, int]
-    routing: list[RoutingChange]
+    routing: list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class SurgeryReport:
-    """The surgery, and its effects on a model.
+def write_report(
+    folder: Path,
+    *,
+    command: str,
+    source: Path | str,
+    text: str,
+    effects: Effects | None,
+    tables: Sequence[ReportTable] = (),
+    start: float,
+) -> str:
+    """Writes surgery.json and the model card of a changed model, and returns the tables for a terminal.
 
-    Attributes:
+    Args:
+        folder: The model after.
         command: The command line.
         source: Folder or hub name of the model before.
-        sizes: Name, number before and number after, of parameters and bytes.
         text: Evaluation data of both models; empty for none.
         effects: Changes on that data; None without.
         tables: Tables of the command itself.
-        seconds: Time of the whole command.
+        start: When the command started, by `time.perf_counter`.
     """
+    sizes = _sizes(source, folder)
+    seconds = time.perf_counter() - start
+    rows = [[name, f"{before:,}", f"{after:,}"] for name, before, after in sizes]
+    routing = []
+    if effects is not None:
+        before, after = effects.loss
+        changed, number = effects.changed_answers
+        rows.append(["loss (nats)", f"{before:.4f}", f"{after:.4f}"])
+        rows.append(["its change, 95 % interval", "", str(effects.loss_change)])
+        rows.append(["greedy answers that changed", "", f"{changed:,} of {number:,}"])
+        routing = [_routing_row(change) for change in effects.routing]
+    rows.append(["seconds", "", f"{seconds:.1f}"])
+    all_tables = [ReportTable(_HEADER, rows), *tables]
+    if routing:
+        all_tables.insert(1, ReportTable(_ROUTING_HEADER, routing))
 
-    command: str
-    source: str
-    sizes: Sequence[tuple[str, int, int]]
-    text: str
-    effects: Effects | None
-    tables: Sequence[ReportTable]
-    seconds: float
+    content = {"command": command, "source": str(source), "sizes": sizes, "text": text}
+    content |= {"effects": effects, "tables": tables, "seconds": seconds}
+    text_of_json = json.dumps(to_json(content), indent=1, ensure_ascii=False)
+    write_text(folder / REPORT_FILE, text_of_json + "\n")
 
-    def all_tables(self) -> list[ReportTable]:
-        """Returns the table before and after, that of the routers, and those of the command."""
-        rows = [[name, f"{before:,}", f"{after:,}"] for name, before, after in self.sizes]
-        routing = []
-        if self.effects is not None:
-            before, after = self.effects.loss
-            changed, number = self.effects.changed_answers
-            rows.append(["loss (nats)", f"{before:.4f}", f"{after:.4f}"])
-            rows.append(["its change, 95 % interval", "", str(self.effects.loss_change)])
-            rows.append(["greedy answers that changed", "", f"{changed:,} of {number:,}"])
-            routing = [_routing_row(change) for change in self.effects.routing]
-        rows.append(["seconds", "", f"{self.seconds:.1f}"])
-
-        tables = [ReportTable(_HEADER, rows)]
-        if routing:
-            tables.append(ReportTable(_ROUTING_HEADER, routing))
-        return [*tables, *self.tables]
-
-    def __str__(self) -> str:
-        """Returns the tables for a terminal."""
-        return "\n\n".join(format_table(*table) for table in self.all_tables())
-
-    def markdown(self) -> str:
-        """Returns the same for the model card."""
-        lines = [f"Made from `{self.source}` by `{self.command}`.", ""]
-        if self.text:
-            lines += [f"Measured on {self.text}.", ""]
-        for header, rows in self.all_tables():
-            for cells in (header, ["---"] * len(header), *rows):
-                lines.append(f"| {' | '.join(cells)} |")
-            lines.append("")
-        return "\n".join(lines)
-
-    def write(self, folder: Path) -> None:
-        """Writes surgery.json and the model card into the folder of the model."""
-        content = json.dumps(to_json(self), indent=1, ensure_ascii=False)
-        write_text(folder / REPORT_FILE, content + "\n")
-        model_class = find_class(folder)
-        sections = {"Surgery": self.markdown()}
-        if issubclass(model_class, SparseHost):
-            card = host_card(model_class.__name__, sections)
-        else:
-            card = model_card(STMoEConfig.from_pretrained(folder), sections=sections)
-        write_card(folder, card)
+    lines = [f"Made from `{source}` by `{command}`.", ""]
+    if text:
+        lines += [f"Measured on {text}.", ""]
+    for header, table_rows in all_tables:
+        for cells in (header, ["---"] * len(header), *table_rows):
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    sections = {"Surgery": "\n".join(lines)}
+    model_class = find_class(folder)
+    if issubclass(model_class, SparseHost):
+        card = host_card(model_class.__name__, sections)
+    else:
+        card = model_card(STMoEConfig.from_pretrained(folder), sections=sections)
+    write_card(folder, card)
+    write_sums(folder)
+    return "\n\n".join(format_table(*table) for table in all_tables)
 
 
-def _routing_row(change: RoutingChange) -> list[str]:
-    loads = (change.load_before, change.load_after)
+def _routing_row(change: Mapping[str, Any]) -> list[str]:
+    loads = (change["load_before"], change["load_after"])
     experts = " → ".join(str(len(load)) for load in loads)
     busiest = " → ".join(f"{max(load) * len(load):.2f}" for load in loads)
-    return [change.layer, experts, f"{100 * change.first_expert_changed:.1f} %", busiest]
+    return [change["layer"], experts, f"{100 * change['first_expert_changed']:.1f} %", busiest]
 
 
-def size_rows(source: Path | str, folder: Path) -> list[tuple[str, int, int]]:
+def _sizes(source: Path | str, folder: Path) -> list[tuple[str, int, int]]:
     """Returns parameters and bytes of weights of two models."""
     sizes = []
     for model in (source, folder):
@@ -259,12 +238,19 @@ def compare(before: Measured, after: Measured, origins: Mapping[LayerKey, Tensor
     )
 
 
-def _routing_change(before: LayerTrace, after: LayerTrace, origins: Tensor | None) -> RoutingChange:
+def _routing_change(
+    before: LayerTrace, after: LayerTrace, origins: Tensor | None
+) -> dict[str, Any]:
     first_after = after.first.long()
     if origins is not None:
         first_after = torch.where(first_after < 0, -1, origins[first_after])
     changed = (before.first.long() != first_after).double().mean()
-    return RoutingChange(layer_name(before.key), float(changed), _load(before), _load(after))
+    return {
+        "layer": layer_name(before.key),
+        "first_expert_changed": float(changed),
+        "load_before": _load(before),
+        "load_after": _load(after),
+    }
 
 
 def _load(layer: LayerTrace) -> list[float]:

@@ -5,7 +5,7 @@ A new host is a new file there; nothing changes here.
 
 import importlib
 import pkgutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def _unlimited_capacity(model_class: Any, source: Path | str) -> dict[str, Any]:
     fields = {"eval_capacity_factor": None, "expert_capacity": None}
     if issubclass(model_class, SparseHost):
         settings = HostSettings.from_config(model_class.config_class.from_pretrained(source))
-        return {"sparse_layers": replace(settings, layer={**settings.layer, **fields}).to_dict()}
+        return {"sparse_layers": asdict(replace(settings, layer={**settings.layer, **fields}))}
     return fields if model_class is STMoEForConditionalGeneration else {}  # dense hosts have none
 
 

@@ -1,12 +1,12 @@
 """Which feed-forwards of a host are sparse, and how: plain values that are saved in its config.json."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from moe.checks import check, check_field_types, check_integer, check_number
+from moe.checks import check, check_choice, check_field_types, check_integer, check_number
 from moe.errors import ConfigError
 from moe.hosts.host import Host
 from moe.sparse.config import CONVENTIONS, Rules, SparseConfig, earlier_options, take_convention
@@ -121,10 +121,6 @@ class HostSettings:
         """The rules of the convention of the layers."""
         return CONVENTIONS[self.layer.get("convention", "ours")]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the values of config.json."""
-        return asdict(self)
-
     def blocks(self, *, decoder: bool) -> tuple[int, ...]:
         """Returns the numbers of the sparse blocks of a stack."""
         return self.decoder_blocks if decoder else self.encoder_blocks
@@ -187,23 +183,14 @@ def _without_earlier_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_inputs(layer: Mapping[str, Any]) -> None:
     """Raises a ConfigError for routing that needs what a host's feed-forward is not given."""
-    router_input = layer.get("router_input", "hidden")
-    if router_input != "hidden":
-        raise ConfigError(
-            f"router_input is {router_input!r}; expected 'hidden': the feed-forward of a host is "
-            "given hidden states, not word embeddings."
-        )
+    # It is given hidden states alone, and computes its loss from one call on one rank.
+    check_choice("router_input", layer.get("router_input", "hidden"), ("hidden",))
+    check_choice("balance_scope", layer.get("balance_scope", "group"), ("group", "micro_batch"))
     router = layer.get("router", SparseConfig.router)
     if ROUTERS.get(router).needs_token_ids:
         raise ConfigError(
             f"Router {router!r} needs the ids of the tokens, but the feed-forward of a host is "
             "given hidden states. Choose a router with a gate, e.g. 'token_choice' or 'switch'."
-        )
-    scope = layer.get("balance_scope", "group")
-    if scope not in ("group", "micro_batch"):
-        raise ConfigError(
-            f"balance_scope is {scope!r}; expected 'group' or 'micro_batch': a host computes its "
-            "loss from one call on one rank."
         )
 
 

@@ -1,6 +1,7 @@
 """Upcycles a host: the experts of a sparse layer are copies of its dense feed-forward."""
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +53,7 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
     # The same object, with everything that it has besides the feed-forwards.
     sparse = cast(Any, model)
     sparse.config.__class__ = sparse_class.config_class
-    sparse.config.sparse_layers = settings.to_dict()
+    sparse.config.sparse_layers = asdict(settings)
     sparse.__class__ = sparse_class
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(upcycling.seed)

@@ -45,14 +45,8 @@ def read_requests(file: Path, columns: Columns, defaults: Sampling) -> Iterator[
                 raise DataError(f"{where}: {names[0]} is missing. {_ADVICE}")
             record = _rename(row, columns)
             text = record["inputs"]
-            if isinstance(text, str):
-                yield number, record, Request(text)
-            else:
-                yield (
-                    number,
-                    record,
-                    DataError(f"{where}: {names[0]} is {shown(text)}, not a text."),
-                )
+            item: Item = DataError(f"{where}: {names[0]} is {shown(text)}, not a text.")
+            yield number, record, Request(text) if isinstance(text, str) else item
         return
 
     is_json = suffix_of(file) in _JSON_SUFFIXES

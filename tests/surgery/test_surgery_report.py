@@ -39,14 +39,14 @@ def test_experts_in_another_order_are_traced_back_to_their_origins(model, batche
 
     effects = compare(before, after, {key: order})
     first = effects.routing[0]
-    assert first.first_expert_changed == 0
-    assert first.load_after == [first.load_before[origin] for origin in order.tolist()]
-    assert [change.first_expert_changed for change in effects.routing[1:]] == [0, 0][
+    assert first["first_expert_changed"] == 0
+    assert first["load_after"] == [first["load_before"][origin] for origin in order.tolist()]
+    assert [change["first_expert_changed"] for change in effects.routing[1:]] == [0, 0][
         : len(effects.routing) - 1
     ]
 
     # Without the origins every token of that layer has another expert.
-    assert compare(before, after, {}).routing[0].first_expert_changed == 1
+    assert compare(before, after, {}).routing[0]["first_expert_changed"] == 1
 
 
 def test_the_change_of_the_loss_is_that_of_the_means(model, batches):
