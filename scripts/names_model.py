@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import stmoe
+from moe.checkpoint.loading import load_model
 from moe.checksums import write_sums
 from moe.cli import CONTINUES, RESUME, Parser, path, run_main
 from moe.commands.surgery_report import REPORT_FILE
@@ -34,7 +35,6 @@ from moe.data.pair_files import Pair, read_pairs
 from moe.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from moe.estimates import mean_interval
 from moe.files import whole_folder, write_text
-from moe.hosts.all_hosts import load_model
 from moe.inspection.page.report_text import expert_shares
 from moe.inspection.statistics.specialization import ClassTable, class_table
 from moe.inspection.statistics.token_classes import domain_classes

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moe.checkpoint.loading import load_model
 from moe.cli import Parser, path, run_main
 from moe.data.pair_files import read_pairs
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import DataError
-from moe.hosts.all_hosts import load_model
 from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.matching import ExpertMatching, match_traces
 from moe.sparse.editing import LayerKey

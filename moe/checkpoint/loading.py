@@ -11,18 +11,19 @@ from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moe.checkpoint.sharded_weights import stored_tensors, whole_slices
-from moe.checks import shown
+from moe.checks import check, shown
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, MeshCoordinate, ShardSlices, local_shard, shard_slices
 from moe.errors import CheckpointError, MoEError
+from moe.files import find_model
 from moe.models.card import find_source_model
 from moe.models.checkpoint_formats import read_json_object
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import shard_model
-from moe.models.pretrained import STMoEPreTrainedModel, refuse_not_finite
+from moe.models.pretrained import STMoEPreTrainedModel, align_weights, refuse_not_finite
 from moe.models.transformers_private import load_generation_config
 from moe.models.weight_files import (
     LazyTensor,
@@ -41,29 +42,105 @@ def _no_tensor(name: str) -> bool:
     return False
 
 
-def load_complete(
-    model_class: Any,
-    folder: Path | str,
+def load_model(
+    source: Path | str,
     *,
+    mesh: Mesh | None = None,
+    device: torch.device | str | None = None,
+    dropless: bool = False,
+    mmap: bool = False,
+    model_class: Any = None,
     begins_anew: Callable[[str], bool] = _no_tensor,
     **options: Any,
 ) -> Any:
-    """Returns the model of a folder, checking that all weights match.
+    """Returns a model of this library, one that it converts, or a host, in evaluation mode.
 
-    `from_pretrained` alone initialises missing weights at random and skips unknown ones, with a
-    warning: right for a new head, wrong for training or measuring a saved model.
+    All weights match. `from_pretrained` alone initialises missing weights at random and skips unknown
+    ones, with a warning: right for a new head, wrong for training or measuring a saved model.
 
     Args:
-        model_class: Any class of transformers with `from_pretrained`, including Auto classes.
-        folder: A model saved by `save_pretrained`.
+        source: `names`, which comes with the library, a folder, or a name of the hub.
+        mesh: Ranks that share the experts of a model of ours in a folder, each of which keeps all
+            other weights; None for the whole model. See `load_model_on_mesh` for training.
+        device: Device of the weights, without a mesh; None for the CPU.
+        dropless: Whether experts have unlimited capacity in evaluation, regardless of config.json.
+        mmap: Whether weights stay in their files until they are used, for a folder of ours, on a
+            CPU. The system reads the pages that a product needs, and a token reads only its own
+            experts, so the model may be larger than memory. The numbers are not checked.
+        model_class: Class of transformers with `from_pretrained`, including Auto classes; None for
+            the one that `model_type` names.
         begins_anew: Whether a tensor of this name may be missing, and then starts at zero, or be
             left out.
-        options: Further arguments of `from_pretrained`.
+        options: Arguments of `from_pretrained`, e.g. `dtype`; with `mesh` or `mmap` only fields of
+            STMoEConfig that differ.
 
     Raises:
-        CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
+        CheckpointError: When there is no such model, or weights are missing, unexpected, damaged or
             of another shape; lists them.
+        ConfigError: When a setting is invalid, or experts are quantized and `mesh` or `mmap` is given.
     """
+    source = find_model(source)
+    of_source = model_class or find_class(source, **options)
+    if dropless:
+        options |= _unlimited_capacity(of_source, source)
+    if mesh is not None:
+        config = STMoEConfig.from_pretrained(source, dispatch="ragged", **options)
+        return load_model_on_mesh(source, mesh, config=config, gather=False)[0]
+    if mmap:
+        return _load_mapped(source, **options)
+    if isinstance(source, Path) or Path(source).is_dir():
+        model = _load_whole(of_source, source, begins_anew, options)
+    else:
+        model = of_source.from_pretrained(source, **options)
+    if model_class is None and not isinstance(model, STMoEPreTrainedModel):  # ours does both itself
+        refuse_not_finite(model, source)
+        align_weights(model)
+    return model if device is None else model.to(device)
+
+
+HOST_CLASSES: dict[str, Any] = {}
+"""Classes of other Transformers, dense or with sparse layers, by `model_type`; moe.hosts fills it."""
+
+
+def find_class(source: Path | str, **download: Any) -> Any:
+    """Returns the class of a model: a host's, dense or sparse, or else ours.
+
+    Args:
+        source: A folder, or a string that may also be a name of the hub.
+        download: `revision`, `token`, `cache_dir` and the like.
+
+    Raises:
+        CheckpointError: When a folder has no config.json, or one without a `model_type`.
+    """
+    if isinstance(source, Path) or Path(source).is_dir():
+        model_type = check_model_folder(source)
+    else:
+        model_type = STMoEConfig.read_raw(source, **download).get("model_type")
+    return HOST_CLASSES.get(str(model_type), STMoEForConditionalGeneration)
+
+
+def _unlimited_capacity(model_class: Any, source: Path | str) -> dict[str, Any]:
+    """Returns the fields of a model's configuration with which evaluation drops no token."""
+    # Both names of the capacity: ours, and the one of Switch in transformers.
+    fields = {"eval_capacity_factor": None, "expert_capacity": None}
+    if model_class is STMoEForConditionalGeneration:
+        return fields
+    settings = getattr(model_class.config_class.from_pretrained(source), "sparse_layers", None)
+    if settings is None:
+        return {}  # dense hosts have none
+    check(
+        isinstance(settings, Mapping), "sparse_layers", settings, "the settings of a host's layers"
+    )
+    return {"sparse_layers": {**settings, "layer": {**settings.get("layer", {}), **fields}}}
+
+
+def _load_whole(
+    model_class: Any,
+    folder: Path | str,
+    begins_anew: Callable[[str], bool],
+    options: dict[str, Any],
+) -> Any:
+    """Returns the model of a folder on the CPU."""
     # Our own classes check sums in `from_pretrained`.
     is_ours = check_model_folder(folder) == STMoEConfig.model_type
     stored: dict[str, LazyTensor] = {}
@@ -71,8 +148,7 @@ def load_complete(
         check_weights(Path(folder))
         choice = {name: options.get(name) for name in ("use_safetensors", "variant")}
         stored = open_weights(find_weight_files(folder, **choice))
-    options["output_loading_info"] = True
-    options["ignore_mismatched_sizes"] = True
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, info = model_class.from_pretrained(folder, **options)
     except MoEError:
@@ -103,7 +179,7 @@ def load_model_on_mesh(
 ) -> tuple[STMoEForConditionalGeneration, dict[str, Layout]]:
     """Returns the model of a folder sharded over a mesh, and the layouts of its parameters.
 
-    Equivalent to `load_complete` followed by `shard_model`, but a rank reads and holds only its own
+    Equivalent to `load_model` followed by `shard_model`, but a rank reads and holds only its own
     shards. A model with quantized experts is loaded whole by a single rank, without layouts.
 
     Args:
@@ -112,7 +188,7 @@ def load_model_on_mesh(
         config: With settings that differ from the folder's; None for the folder's.
         bfloat16: See `shard_model`.
         gather: See `shard_model`.
-        begins_anew: See `load_complete`.
+        begins_anew: See `load_model`.
 
     Raises:
         CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
@@ -122,7 +198,7 @@ def load_model_on_mesh(
     _check_is_ours(folder, "on a mesh only {} can be loaded")
     config = config or STMoEConfig.from_pretrained(folder)
     if config.expert_quantization is not None and mesh.config.num_ranks == 1:
-        return load_complete(STMoEForConditionalGeneration, folder, config=config), {}
+        return load_model(folder, config=config), {}
     refuse_quantized(config, "sharded over ranks", folder)
     check_weights_together(Path(folder))
 
@@ -151,21 +227,8 @@ def load_model_on_mesh(
     return _finished(model, folder), layouts
 
 
-def load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGeneration:
-    """Returns a model on the CPU whose weights stay in their files until they are used.
-
-    The system reads the pages that a product needs, and drops them when memory is short. A token
-    reads only its own experts, so the model may be larger than memory. The numbers are not checked.
-
-    Args:
-        folder: A model saved by `save_pretrained` or `write_model`, in safetensors.
-        fields: Fields of STMoEConfig that differ from the folder's.
-
-    Raises:
-        CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
-            of another shape.
-        ConfigError: When experts are quantized.
-    """
+def _load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGeneration:
+    """Returns a model whose weights stay in their files."""
     _check_is_ours(folder, "only {} can be mapped")
     config = STMoEConfig.from_pretrained(folder, **fields)
     refuse_quantized(config, "mapped", folder)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moe.checkpoint.loading import find_class, load_model
 from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
 from moe.convert.formats import convert_checkpoint, find_tokenizer_files
@@ -20,7 +21,6 @@ from moe.convert.graphs import export_onnx, export_torch
 from moe.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from moe.errors import ConfigError
 from moe.files import output_path, whole_folder, write_text
-from moe.hosts.all_hosts import find_class, load_model
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.transformers_private import find_file

@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
+from moe.checkpoint.loading import load_model
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
 from moe.commands.served_model import add_model_options
@@ -33,7 +34,6 @@ from moe.distributed.launch import World, launch
 from moe.distributed.mesh import MeshConfig, build_mesh, check_mesh
 from moe.errors import ConfigError, DataError
 from moe.files import output_path
-from moe.hosts.all_hosts import load_model
 from moe.hosts.answering import fastest_device, load
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits

@@ -7,10 +7,10 @@ stmoe prune --from runs/base/model --to runs/pruned --budget 40 --floor 2 --pair
 from collections.abc import Sequence
 from pathlib import Path
 
+from moe.checkpoint.loading import load_model
 from moe.cli import Parser, integer
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
-from moe.hosts.all_hosts import load_model
 from moe.surgery.prune import SCORE_NAMES, ChosenExperts, Pruning, choose_experts, prune_checkpoint
 from moe.tracing.examples import generated_batches
 from moe.tracing.recorder import TracedBatch

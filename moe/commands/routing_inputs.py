@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
+from moe.checkpoint.loading import find_class, load_model
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real, word
 from moe.data.pair_files import COLUMNS, read_pairs
@@ -17,7 +18,6 @@ from moe.data.rows import parse_columns
 from moe.data.span_corruption import DENSEST
 from moe.data.tokenizer import has_sentinels, load_tokenizer, sentinel
 from moe.errors import ConfigError, DataError
-from moe.hosts.all_hosts import find_class, load_model
 from moe.hosts.model import SparseHost
 from moe.registry import load_entry_point
 from moe.sparse.editing import sparse_layers

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moe.checkpoint.loading import load_model
 from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
 from moe.commands.routing_inputs import add_inputs, describe_inputs, read_batches, with_tokenizer
@@ -17,7 +18,6 @@ from moe.convert.formats import find_tokenizer_files
 from moe.convert.t5x import is_t5x
 from moe.errors import ConfigError
 from moe.files import whole_folder
-from moe.hosts.all_hosts import load_model
 from moe.models.configuration import STMoEConfig
 from moe.tracing.recorder import TracedBatch
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe.checkpoint.loading import find_class
 from moe.checksums import write_sums
 from moe.estimates import Estimate, TokenSums, mean_over_tokens
 from moe.files import write_text
-from moe.hosts.all_hosts import count_parameters, find_class
+from moe.hosts.all_hosts import count_parameters
 from moe.hosts.model import SparseHost
 from moe.inspection.tables import format_table
 from moe.models.card import host_card, model_card, write_card

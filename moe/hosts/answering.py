@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from moe.checkpoint.loading import load_model
 from moe.convert.formats import find_tokenizer_files
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.mesh import Mesh
 from moe.files import find_model
-from moe.hosts.all_hosts import load_model
 from moe.serving.batch_generator import BatchGenerator
 from moe.serving.languages import read_languages
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from moe.checkpoint.loading import load_model
 from moe.convert.formats import find_tokenizer_files
 from moe.errors import ConfigError
-from moe.hosts.all_hosts import find_host, load_model
+from moe.hosts.all_hosts import find_host
 from moe.hosts.blocks import HostFeedForward, Site
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings

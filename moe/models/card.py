@@ -124,7 +124,7 @@ library_name: transformers
 A model of transformers with sparse feed-forward layers of the library `moe`:
 
 ```python
-from moe.hosts.all_hosts import load_model
+from moe.checkpoint import load_model
 
 model = load_model(FOLDER)
 ```

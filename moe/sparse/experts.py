@@ -64,7 +64,7 @@ class Experts(nn.Module):
         if config.expert_quantization is not None:
             self._quantize(Quantization(**config.expert_quantization))
 
-        # For weights that cannot be stored as float32, see `load_mapped`.
+        # For weights that cannot be stored as float32, see `load_model` with mmap.
         self.widens_float16 = False
 
     def _quantize(self, quantization: Quantization) -> None:

@@ -10,12 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from moe.checkpoint.loading import (
-    check_model_folder,
-    load_complete,
-    load_model_on_mesh,
-    local_device,
-)
+from moe.checkpoint.loading import check_model_folder, load_model, load_model_on_mesh, local_device
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, MeshCoordinate
@@ -159,11 +154,9 @@ def load_pretrained_model(
     # On a mesh, a rank reads only its own shards.
     if recipe.mesh.launched.num_ranks == 1:
         mesh = None
-        model = load_complete(
-            STMoEForConditionalGeneration, folder, config=config, begins_anew=begins_anew
-        )
+        device = local_device(device_type)
+        model = load_model(folder, device=device, config=config, begins_anew=begins_anew)
         layouts = model_layouts(model, config, recipe.mesh.launched)
-        torch.nn.Module.to(model, local_device(device_type))
     else:
         mesh = build_mesh(recipe.mesh.launched, device_type)
         bfloat16 = _in_bfloat16(recipe)

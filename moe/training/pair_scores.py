@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 
 from moe.checkpoint.best_model import DEV_FOLDER, DevEvaluation
-from moe.checkpoint.loading import load_complete, load_model_on_mesh
+from moe.checkpoint.loading import load_model
 from moe.data.pair_files import Pair
 from moe.data.tokenizer import load_tokenizer, prompt_ids, written
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import Mesh
 from moe.errors import DataError
 from moe.files import write_text
-from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.parsing import read_text
 
@@ -168,7 +167,7 @@ def dev_scorer(
     scorers, _ = scorers_for(targets)
 
     def evaluate(folder: Path, answers_folder: Path) -> dict[str, float]:
-        model = _load(folder, mesh, device_type)
+        model = load_model(folder, mesh=mesh, device=device_type)
         answers = _generate(model, folder, [pair.inputs for pair in pairs], inputs_length, mesh)
 
         scores = {}
@@ -208,15 +207,6 @@ def _pairs_text(pairs: Sequence[Pair]) -> str:
             del record["group"]
         lines.append(json.dumps(record) + "\n")
     return "".join(lines)
-
-
-def _load(folder: Path, mesh: Mesh | None, device_type: str) -> STMoEForConditionalGeneration:
-    """Returns the saved model, whole or this rank's part."""
-    if mesh is None:
-        return load_complete(STMoEForConditionalGeneration, folder).eval().to(device_type)
-    config = STMoEConfig.from_pretrained(folder, dispatch="ragged")
-    model, _ = load_model_on_mesh(folder, mesh, config=config, gather=False)
-    return model.eval()
 
 
 @torch.inference_mode()

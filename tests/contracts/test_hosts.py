@@ -11,8 +11,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from moe.checkpoint.loading import load_model
 from moe.errors import CheckpointError, ConfigError
-from moe.hosts.all_hosts import load_hosts, load_model
+from moe.hosts.all_hosts import load_hosts
 from moe.hosts.upcycle import upcycle_host
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.editing import edit_routing, sparse_layers
@@ -286,7 +287,7 @@ for folder in sys.argv[1:]:
         AutoModelForSeq2SeqLM.from_pretrained(folder)
     except ValueError as error:
         print(str(error).splitlines()[0])
-from moe.hosts.all_hosts import load_model
+from moe.checkpoint.loading import load_model
 for folder in sys.argv[1:]:
     saved = torch.load(f"{folder}/inputs.pt")
     for model in (load_model(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)):

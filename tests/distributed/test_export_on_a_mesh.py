@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe import DataError, STMoEForConditionalGeneration
-from moe.checkpoint import load_complete
+from moe import DataError
+from moe.checkpoint import load_model
 from moe.checkpoint.final_model import save_model_on_mesh
 from moe.checkpoint.loading import load_model_on_mesh
 from moe.checkpoint.sharded_weights import stored_tensors, whole_tensors, write_model
@@ -191,7 +191,7 @@ def read_and_write(rank, num_ranks, folder):
             ours, layouts = load_model_on_mesh(source, mesh, gather=gather)
         held = [local_shard(tensor).numel() for tensor in stored_tensors(ours).values()]
         counts = [sum(read), sum(held), max(*read, largest.elements), max(held)]
-        theirs = load_complete(STMoEForConditionalGeneration, source)
+        theirs = load_model(source)
         wrong = differences(ours, theirs)
 
         target = folder / f"{variant} from {mesh_name}, {gather}"
@@ -282,7 +282,7 @@ def refuse(rank, num_ranks, folder):
     """
     mesh, said = build_mesh(MeshConfig(1, 1, 2, 1), "cpu"), {}
     for name in (*DAMAGES, "torn", "torn index", "no model", "flipped"):
-        theirs = say(lambda name=name: load_complete(STMoEForConditionalGeneration, folder / name))
+        theirs = say(lambda name=name: load_model(folder / name))
         said[name] = say(lambda name=name: load_model_on_mesh(folder / name, mesh)), theirs
     model, layouts = load_model_on_mesh(folder / "good", mesh)
     target = folder / "exported"

@@ -9,9 +9,10 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from moe.checkpoint.final_model import save_model_on_mesh
+from moe.checkpoint.loading import load_model
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError
-from moe.hosts.all_hosts import load_hosts, load_model
+from moe.hosts.all_hosts import load_hosts
 from moe.hosts.parallelize import shard_host
 from tests.distributed.ranks import run_ranks, whole
 from tests.hosts.tiny_hosts import sparse_host

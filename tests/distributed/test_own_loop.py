@@ -9,8 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
-from moe import ConfigError, MeshConfig, STMoEForConditionalGeneration, build_mesh, shard_model
-from moe.checkpoint import load_complete, save_model_on_mesh
+from moe import ConfigError, MeshConfig, build_mesh, shard_model
+from moe.checkpoint import load_model, save_model_on_mesh
 from moe.data.tokenizer import train_tokenizer
 from moe.distributed import launch
 from tests.distributed.ranks import run_ranks, whole
@@ -46,7 +46,7 @@ def in_one_process(folder, pairs):
     tokenizer = AutoTokenizer.from_pretrained(folder / MODEL)
     examples = [tokenizer(text, text_target=target) for text, target in pairs]
     batch = DataCollatorForSeq2Seq(tokenizer)(examples)
-    model = load_complete(STMoEForConditionalGeneration, folder / MODEL).train()
+    model = load_model(folder / MODEL).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     gradients = []
     for _ in range(3):
@@ -75,7 +75,7 @@ def test_the_loop_of_the_guide_on_two_ranks_equals_one_process(tmp_path):
 
     expected, oracle, inputs = in_one_process(tmp_path, answers[0]["pairs"])
     assert expected["norm"] > 1
-    saved = load_complete(STMoEForConditionalGeneration, tmp_path / SAVED)
+    saved = load_model(tmp_path / SAVED)
     for rank, answer in enumerate(answers):
         for name in ("total", "norm"):
             torch.testing.assert_close(answer[name], expected[name].detach(), rtol=1e-9, atol=0)
@@ -130,7 +130,7 @@ def test_a_mesh_of_one_rank_is_saved_by_its_own_function(tmp_path):
             with pytest.raises(ConfigError, match="save_model_on_mesh"):
                 save(str(tmp_path / "model"))
         save_model_on_mesh(model, layouts, mesh, tmp_path / "model")
-    saved = load_complete(STMoEForConditionalGeneration, tmp_path / "model").state_dict()
+    saved = load_model(tmp_path / "model").state_dict()
     assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
 
 

@@ -409,8 +409,8 @@ def AutoConfig_from_pretrained(folder: Any, **options: Any) -> Any:
     return AutoConfig.from_pretrained(folder, **options)
 
 
-def load_complete(folder: Any, **options: Any) -> Any:
-    return moe.checkpoint.load_complete(STMoEForConditionalGeneration, folder, **options)
+def load_model(folder: Any, **options: Any) -> Any:
+    return moe.checkpoint.load_model(folder, **options)
 
 
 def check_model_folder(folder: Any) -> Any:

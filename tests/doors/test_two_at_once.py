@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSeq2SeqLM
 
-from moe import STMoEForConditionalGeneration
-from moe.checkpoint import load_complete
+from moe.checkpoint import load_model
 from moe.data.corpus import load_corpus
 from moe.data.tokenizer import load_tokenizer
 from stmoe_eval.reports.run_folder import read_report
@@ -49,7 +48,7 @@ def test_what_both_wrote_is_whole(race):
     assert len(tokenizer) in (230, 240)
 
     for model in ("run/model", "model"):
-        load_complete(STMoEForConditionalGeneration, folder / model)
+        load_model(folder / model)
     assert AutoModelForSeq2SeqLM.from_pretrained(folder / "model")
 
     report = read_report(folder / "evaluation")

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import stmoe
+from moe.checkpoint.loading import load_model
 from moe.commands.routing_inputs import load_inspected
 from moe.errors import ConfigError, DataError
-from moe.hosts.all_hosts import load_model
 from moe.inspection.ablation.ablate import ablate_experts
 from moe.sparse.editing import edit_routing
 from moe.sparse.edits import DropExperts

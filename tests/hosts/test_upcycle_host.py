@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, T5GemmaModel
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
+from moe.checkpoint.loading import load_model
 from moe.commands.upcycle import main
 from moe.errors import ConfigError
-from moe.hosts.all_hosts import find_host, load_model
+from moe.hosts.all_hosts import find_host
 from moe.hosts.settings import HostSettings
 from moe.hosts.upcycle import upcycle_host
 from moe.surgery.upcycle import Upcycling

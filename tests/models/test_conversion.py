@@ -20,7 +20,7 @@ from moe import (
     STMoEModel,
     lora_config,
 )
-from moe.checkpoint import load_complete, load_model_on_mesh
+from moe.checkpoint import load_model, load_model_on_mesh
 from moe.convert import conversion_report
 from tests.models.hf_models import (
     assert_equal_to_rounding,
@@ -293,7 +293,7 @@ def test_a_tensor_that_is_not_accounted_for_is_an_error(folder, change, message)
     with pytest.raises(CheckpointError, match=message):
         load(folder, ignore_mismatched_sizes=True)
     with pytest.raises(CheckpointError, match=message):
-        load_complete(STMoEForConditionalGeneration, folder)
+        load_model(folder)
 
 
 def test_a_missing_head_of_its_own_is_not_made_up(folders, tmp_path):

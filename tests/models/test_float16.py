@@ -10,7 +10,7 @@ import torch
 
 import stmoe
 from moe import STMoEForConditionalGeneration
-from moe.hosts.all_hosts import load_model
+from moe.checkpoint.loading import load_model
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 FAMILIES = {

@@ -20,9 +20,8 @@ from moe import (
     STMoEForConditionalGeneration,
     STMoEModel,
 )
-from moe.checkpoint import load_complete
+from moe.checkpoint import load_model
 from moe.checksums import read_sums
-from moe.hosts.all_hosts import load_model
 from moe.training.build import BuiltModel
 from moe.training.finetuning import finetuning_config, load_for_finetuning
 from moe.training.recipe import FinetuneRecipe
@@ -44,7 +43,7 @@ DOORS = {
     "eval": load_seq2seq,
     "finetune": lambda folder: finetune(folder, FinetuneRecipe()),
     "inspect report": inspect,
-    "library": lambda folder: load_complete(STMoEForConditionalGeneration, folder),
+    "library": lambda folder: load_model(folder),
 }
 
 
@@ -168,7 +167,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(folder):
     other = {"lm_head.weight": torch.zeros(3, 5), "adapter.weight": torch.zeros(3, 5)}
     change_weights(folder, lambda weights: weights.update(other))
     with pytest.raises(CheckpointError) as caught:
-        load_complete(AutoModelForSeq2SeqLM, folder)
+        load_model(folder, model_class=AutoModelForSeq2SeqLM)
     assert "1 unexpected: adapter.weight" in str(caught.value)
     assert "lm_head.weight (3, 5) instead of (131, 29)" in str(caught.value)
 
@@ -178,7 +177,7 @@ def test_many_weights_are_counted_and_the_first_named(folder):
     change_weights(folder, lambda weights: [weights.pop(name) for name in lost])
     expected = rf"{len(lost)} missing: (model\.decoder[\w.]+, ){{4}}[\w.]+ and {len(lost) - 5} more"
     with pytest.raises(CheckpointError, match=expected):
-        load_complete(STMoEForConditionalGeneration, folder)
+        load_model(folder)
 
 
 def test_torn_weights_are_one_message_at_every_door(folder):
@@ -217,14 +216,14 @@ def test_damaged_checksums_are_no_reason_to_trust_the_weights(folder):
     for content in (b"", b"\xff\x00\n\n", b"0  model.safetensors\n", b"\0" * 40):
         (folder / "SHA256SUMS").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"The model in .* is damaged: "):
-            load_complete(STMoEForConditionalGeneration, folder)
+            load_model(folder)
 
 
 def test_settings_and_card_may_be_edited(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dropout_rate": 0.3}))
     (folder / "README.md").write_text("mine")
-    assert load_complete(STMoEForConditionalGeneration, folder).config.dropout_rate == 0.3
+    assert load_model(folder).config.dropout_rate == 0.3
 
 
 def test_a_kill_while_a_model_is_saved_over_another_leaves_no_checksums_that_do_not_fit(
@@ -240,7 +239,7 @@ def test_a_kill_while_a_model_is_saved_over_another_leaves_no_checksums_that_do_
     with pytest.raises(KilledError):
         tiny_model(seed=3).save_pretrained(folder)
     assert not (folder / "SHA256SUMS").exists()
-    load_complete(STMoEForConditionalGeneration, folder)
+    load_model(folder)
 
 
 def test_a_model_is_never_saved_through_a_link(tmp_path):
@@ -267,10 +266,10 @@ def test_starting_from_scratch_needs_no_weights(folder):
 
 def test_another_librarys_model_with_a_tied_head_is_whole(tmp_path):
     tiny_t5().save_pretrained(tmp_path)
-    assert load_complete(AutoModelForSeq2SeqLM, tmp_path).config.d_model == 29
+    assert load_model(tmp_path, model_class=AutoModelForSeq2SeqLM).config.d_model == 29
     change_weights(tmp_path, lambda weights: weights.pop("encoder.final_layer_norm.weight"))
     with pytest.raises(CheckpointError, match=r"1 missing: encoder\.final_layer_norm\.weight"):
-        load_complete(AutoModelForSeq2SeqLM, tmp_path)
+        load_model(tmp_path, model_class=AutoModelForSeq2SeqLM)
 
 
 def test_a_config_with_other_sizes_is_refused(folder):
@@ -280,4 +279,4 @@ def test_a_config_with_other_sizes_is_refused(folder):
     # Four feed-forwards are left, of two matrices each: three of the encoder, one of the decoder.
     unexpected = r"unexpected: model\.decoder\.blocks\.1.*; 8 of another shape: model"
     with pytest.raises(CheckpointError, match=unexpected):
-        load_complete(STMoEForConditionalGeneration, folder)
+        load_model(folder)

@@ -18,7 +18,7 @@ from moe import (
     STMoEForConditionalGeneration,
     build_mesh,
 )
-from moe.checkpoint import load_complete, load_model_on_mesh
+from moe.checkpoint import load_model, load_model_on_mesh
 from moe.models.weight_files import forget_weight_sums
 from tests.models.tiny import tiny_model
 
@@ -86,7 +86,7 @@ def test_a_damaged_model_folder_is_refused_with_what_is_wrong(
 
 
 def load_whole(folder):
-    return load_complete(STMoEForConditionalGeneration, folder)
+    return load_model(folder)
 
 
 def test_a_mesh_refuses_numbers_that_are_none(whole, tmp_path, mesh):

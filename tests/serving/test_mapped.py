@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe import CheckpointError
-from moe.hosts.all_hosts import load_model
+from moe.checkpoint.loading import load_model
 from tests.hosts.tiny_hosts import dense_host
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.serving.tiny_words import switch

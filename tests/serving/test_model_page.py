@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from moe import ConfigError
+from moe.checkpoint.loading import load_model
 from moe.commands.export import main
 from moe.data.tokenizer import prompt_ids, train_byte_tokenizer
-from moe.hosts.all_hosts import load_model
 from moe.kernels.quantized_weight import Quantization
 from moe.surgery.quantize import quantize_checkpoint
 from tests.inspection.chromium import Browser, find_chromium

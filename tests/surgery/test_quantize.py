@@ -23,8 +23,7 @@ from moe import (
     STMoEForConditionalGeneration,
     lora_config,
 )
-from moe.checkpoint import load_model_on_mesh
-from moe.checkpoint.loading import load_mapped
+from moe.checkpoint import load_model, load_model_on_mesh
 from moe.commands import quantize as command
 from moe.convert.formats import convert_checkpoint, open_checkpoint
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight, quantize
@@ -288,7 +287,11 @@ def test_a_model_read_from_8_bits_trains_saves_and_converts_as_floats(folder, wh
     model.save_pretrained(tmp_path / "saved")
     (tmp_path / "converted").mkdir()
     convert_checkpoint(whole, tmp_path / "converted")
-    for other in (load(tmp_path / "saved"), load(tmp_path / "converted"), load_mapped(whole)):
+    for other in (
+        load(tmp_path / "saved"),
+        load(tmp_path / "converted"),
+        load_model(whole, mmap=True),
+    ):
         assert torch.equal(logits(other), logits(model))
     assert "model.encoder.embed_tokens.weight" in load_file(tmp_path / "saved/model.safetensors")
 

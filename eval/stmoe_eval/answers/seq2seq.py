@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
-from moe.checkpoint.loading import load_complete, load_model_on_mesh
+from moe.checkpoint.loading import load_model, load_model_on_mesh
 from moe.checksums import model_fingerprint
 from moe.data.tokenizer import check_tokenizer_files, prompt_ids
 from moe.errors import CheckpointError, is_panic
@@ -170,7 +170,7 @@ def _load_model(folder: Path, ranks: DataRanks, configured: ConfiguredModel) -> 
             options["config"] = config
         if dtype is not None:
             options["dtype"] = dtype
-        return load_complete(AutoModelForSeq2SeqLM, folder, **options).eval().to(device)
+        return load_model(folder, model_class=AutoModelForSeq2SeqLM, **options).eval().to(device)
 
     # Dispatch to slots would need batches of one shape on all ranks; rows route the same tokens to
     # the same experts.
