@@ -105,16 +105,6 @@ def test_a_link_to_a_folder_is_replaced_twice_and_its_far_end_stays(corpus, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "link"]
 
 
-def test_a_setting_of_a_conversion_is_given_once_and_is_no_option(tmp_path):
-    for given, message in (
-        (["a=1", "a=2"], "gives a twice"),
-        (["form=t5"], "form is not a field of STMoEConfig"),
-        (["=1"], "expected FIELD=VALUE"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            convert.main(["--from", str(tmp_path), "--set", *given])
-
-
 def test_a_model_that_the_hub_does_not_give_is_named_in_one_line():
     with pytest.raises(MoEError, match="nobody/nothing") as error:
         convert.main(["--from", "nobody/nothing"])

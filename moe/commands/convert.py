@@ -19,7 +19,6 @@ from moe.files import output_path, whole_folder
 from moe.parsing import parse_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-OTHER_OPTIONS = ("self", "source", "folder", "form", "format", "dtype", "max_shard_size")
 
 
 def build_parser() -> Parser:
@@ -98,7 +97,7 @@ def read_fields(texts: list[str]) -> dict[str, object]:
     """Returns values by field name of texts FIELD=JSON; a value that is not JSON is a string.
 
     Raises:
-        ConfigError: When one has no value, is given twice, or has its own option.
+        ConfigError: When one has no value.
     """
     fields: dict[str, object] = {}
     for text in texts:
@@ -107,14 +106,6 @@ def read_fields(texts: list[str]) -> dict[str, object]:
             raise ConfigError(
                 f"--set is {shown(text)}; expected FIELD=VALUE, e.g. expert_capacity=64."
             )
-        if name in OTHER_OPTIONS:
-            raise ConfigError(
-                f"--set {shown(text)}: {name} is not a field of STMoEConfig. "
-                "Give it as an option of its own."
-            )
-        if name in fields:
-            raise ConfigError(f"--set gives {name} twice. Remove one of them.")
-
         try:
             fields[name] = parse_json(value, where=f"--set {name}")
         except DataError:
