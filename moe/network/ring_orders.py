@@ -134,17 +134,7 @@ def neighbour_ring(topology: Topology) -> IntArray:
     Raises:
         ConfigError: If no such ring is known, with the reason.
     """
-    find_ring = _ring_around_holes if topology.dead else _ring_of_whole
-    order = find_ring(topology)
-
-    # Links may have failed too.
-    following = np.roll(order, -1)
-    is_broken = (topology.find_links(order, following) < 0) & (order != following)
-    for place in np.flatnonzero(is_broken)[:1]:
-        link = f"the link from rank {order[place]} to rank {following[place]}"
-        expected = "one that works, or a ring whose messages are routed"
-        check(False, link, "dead", expected)
-    return order
+    return _ring_around_holes(topology) if topology.dead else _ring_of_whole(topology)
 
 
 def _ring_of_whole(topology: Topology) -> IntArray:

@@ -79,32 +79,20 @@ class Topology:
         """<int64>[live] ranks that have not failed."""
         return np.array([rank for rank in range(self.num_ranks) if rank not in self.dead], np.int64)
 
-    def without(
-        self, ranks: Iterable[int] = (), links: Iterable[tuple[int, int]] = ()
-    ) -> "Topology":
-        """Returns the network after failures.
-
-        Args:
-            ranks: Ranks that fail, and with them all their links.
-            links: (source, destination) of links that fail.
+    def without(self, ranks: Iterable[int]) -> "Topology":
+        """Returns the network after ranks have failed, and with them all their links.
 
         Raises:
-            ConfigError: If a rank or a link does not exist.
+            ConfigError: If a rank does not exist.
         """
-        failed_ranks = frozenset(ranks)
-        for rank in failed_ranks:
+        dead = frozenset(ranks)
+        for rank in dead:
             check_integer("a dead rank", rank, least=0, most=self.num_ranks - 1)
-
-        old = self.links
-        is_live = ~np.isin(old.source, list(failed_ranks))
-        is_live &= ~np.isin(old.destination, list(failed_ranks))
-        for ends in links:
-            are_nodes = all(0 <= node < self.num_nodes for node in ends)
-            link = int(self.find_links(*ends)) if are_nodes else -1
-            check(link >= 0, "a dead link", ends, f"a link of {self.name}")
-            is_live[link] = False
-        working = Links._make(column[is_live] for column in old)
-        return replace(self, links=working, dead=self.dead | failed_ranks)
+        is_dead = np.isin(self.links.source, list(dead)) | np.isin(
+            self.links.destination, list(dead)
+        )
+        working = Links._make(column[~is_dead] for column in self.links)
+        return replace(self, links=working, dead=self.dead | dead)
 
     def find_links(self, source: ArrayLike, destination: ArrayLike) -> IntArray:
         """Returns <int64>[...] the link of each pair of nodes; -1 where there is none."""

@@ -28,11 +28,6 @@ def unit_grid(*shape: int, wraps: bool = True) -> Topology:
     return grid(shape, wraps=wraps, bandwidth=1.0, latency=0.0)
 
 
-def without_cable(topology: Topology, one: int, other: int) -> Topology:
-    """Returns a network without the links between two ranks."""
-    return topology.without(links=[(one, other), (other, one)])
-
-
 def busiest(schedule: Schedule, topology: Topology) -> float:
     """Returns the load of the busiest link, route by route, by what each rank has for all others and itself."""
     table = schedule.transfers
@@ -66,26 +61,6 @@ def test_any_number_of_units_arrives_around_any_ring(data, num_ranks, num_units)
 
 
 @BRIEF
-@given(data=st.data(), shape=SHAPES.filter(lambda shape: np.prod(shape) > 1), num_units=UNITS)
-def test_any_number_of_units_arrives_around_any_broken_cables(data, shape, num_units) -> None:
-    topology = unit_grid(*shape)
-    links = list(zip(topology.links.source, topology.links.destination, strict=True))
-    broken = data.draw(st.lists(st.sampled_from(links), max_size=2, unique=True))
-    for one, other in {tuple(sorted(map(int, link))) for link in broken}:
-        topology = without_cable(topology, one, other)
-    verify(along_axes(topology, num_units, num_slices=2))
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 3, 2)])
-def test_every_broken_cable_has_a_way_around(shape: tuple[int, ...]) -> None:
-    whole = unit_grid(*shape)
-    links = zip(whole.links.source.tolist(), whole.links.destination.tolist(), strict=True)
-    for one, other in links:
-        topology = without_cable(whole, one, other)
-        verify(along_axes(topology, 3 * whole.num_ranks**2 + 7))
-
-
-@BRIEF
 @given(num_units=UNITS, num_nodes=st.integers(1, 5), per_node=st.integers(1, 4))
 def test_units_go_through_the_ranks_of_the_own_node(num_units, num_nodes, per_node) -> None:
     topology = levels(num_nodes, per_node, inside=RATE, across=RATE)
@@ -102,11 +77,7 @@ def test_units_go_through_the_ranks_of_the_own_node(num_units, num_nodes, per_no
 @pytest.mark.parametrize("num_units", [0, 71, 288])
 def test_a_combine_brings_every_unit_back(num_units: int) -> None:
     topology = unit_grid(2, 3)
-    exchanges = [
-        direct(topology, num_units),
-        along_axes(topology, num_units, num_slices=2),
-        along_axes(without_cable(topology, 0, 1), num_units, num_slices=2),
-    ]
+    exchanges = [direct(topology, num_units), along_axes(topology, num_units, num_slices=2)]
     for dispatch in exchanges:
         assert bool(len(dispatch.transfers.step)) == bool(num_units)
         verify(dispatch.then(dispatch.reversed()))
@@ -128,14 +99,6 @@ def test_rings_load_their_links_as_the_closed_forms_say(size: int) -> None:
             assert seconds == pytest.approx(load, rel=1e-12)
 
 
-@pytest.mark.parametrize("size", [3, 4, 9])
-def test_a_ring_with_a_dead_link_does_twice_what_a_half_ring_does(size: int) -> None:
-    topology = without_cable(unit_grid(size), size - 1, 0)
-    on_line = (size**2 - size % 2) / (4 * size)
-    load = busiest(along_axes(topology, 2 * size**2), topology)
-    assert load == pytest.approx(on_line, rel=1e-12)
-
-
 @pytest.mark.parametrize("shape", [(4, 4), (5, 5), (3, 3, 3, 3)])
 def test_rotated_axes_keep_all_links_of_a_torus_busy(shape: tuple[int, ...]) -> None:
     topology = unit_grid(*shape)
@@ -148,15 +111,6 @@ def test_rotated_axes_keep_all_links_of_a_torus_busy(shape: tuple[int, ...]) -> 
     result = simulate(schedule, topology, topology.num_ranks)
     assert result.link_busy_seconds == pytest.approx(load, rel=1e-12)
     assert result.seconds == pytest.approx(load, rel=1e-12)
-
-
-def test_neighbours_take_over_what_a_broken_ring_cannot_carry() -> None:
-    topology = without_cable(unit_grid(5, 5), 0, 1)
-    helped = along_axes(topology, 600 * 25**2, num_slices=2)
-
-    # Alone the ring takes 1.2. With two neighbours: 1.2 f = 0.6 + 0.8 (1 - f) / 2.
-    assert busiest(helped, topology) == pytest.approx(0.75, rel=0.01)
-    assert simulate(helped, topology, 25).seconds < 1.2
 
 
 def test_what_travels_together_is_one_transfer() -> None:
@@ -173,7 +127,6 @@ def test_all_registered_algorithms_arrive_on_the_networks_that_they_fit() -> Non
         unit_grid(3, 4),
         unit_grid(3, 4, wraps=False),
         unit_grid(3, 4).without(ranks=[5, 6]),
-        without_cable(unit_grid(3, 4), 0, 1),
         switch(5, RATE),
         levels(2, 3, inside=RATE, across=RATE),
     ]

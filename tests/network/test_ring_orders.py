@@ -66,8 +66,6 @@ def test_a_grid_without_a_known_ring_is_refused_with_the_reason() -> None:
         neighbour_ring(mesh(3, 4).without([0, 1, 4, 5]))
     with pytest.raises(ConfigError, match="expected two axes"):
         neighbour_ring(mesh(2, 2, 2).without([0, 1]))
-    with pytest.raises(ConfigError, match=r"the link from rank 0 to rank 1 is .dead."):
-        neighbour_ring(mesh(4, 4).without(links=[(0, 1)]))
 
 
 def test_a_folded_line_is_a_ring_of_hops_over_two_links() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moe.network.routes import find_routes, pair_keys
 from moe.network.schedule import transfers
 from moe.network.topology import grid
-from tests.oracles.network import route_of
+from tests.oracles.network import route_of, without_link
 
 
 @settings(max_examples=30)
@@ -20,11 +20,9 @@ from tests.oracles.network import route_of
 )
 def test_routes_are_those_of_the_topology(shape: list[int], wraps: bool, failure: int) -> None:
     topology = grid(shape, wraps=wraps, bandwidth=3.0, latency=0.1)
-    links = topology.links
-    num_links = len(links.source)
+    num_links = len(topology.links.source)
     if wraps and num_links and min(shape) > 2:
-        link = failure % num_links
-        topology = topology.without(links=[(int(links.source[link]), int(links.destination[link]))])
+        topology = without_link(topology, failure % num_links)
     pairs = list(itertools.permutations(range(topology.num_ranks), 2))
     source, destination = np.array(pairs, np.int64).reshape(-1, 2).T
 

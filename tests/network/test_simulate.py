@@ -13,7 +13,7 @@ from moe.network.rings import grid_all_reduce, ring_reduce_scatter
 from moe.network.schedule import Schedule, Transfers, beside, intervals, transfers
 from moe.network.simulate import simulate
 from moe.network.topology import Links, Topology, grid
-from tests.oracles.network import simulate_slowly
+from tests.oracles.network import simulate_slowly, without_link
 
 BANDWIDTH = 8.0
 LATENCY = 0.25
@@ -51,8 +51,7 @@ def networks(draw: st.DrawFn) -> Topology:
     # One link down leaves a ring in one piece.
     if draw(st.booleans()) and all(whole.wraps) and num_links > 4:
         link = draw(st.integers(0, num_links - 1))
-        ends = (int(links.source[link]), int(links.destination[link]))
-        topology = topology.without(links=[ends])
+        topology = without_link(topology, link)
     return topology
 
 

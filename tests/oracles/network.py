@@ -7,12 +7,12 @@ slots that each link has given to messages, one message after the other.
 import itertools
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from moe.network.schedule import Schedule
-from moe.network.topology import Topology
+from moe.network.topology import Links, Topology
 
 PICOSECOND = 1e-12
 
@@ -172,3 +172,9 @@ def _along_axis(topology: Topology, source: int, destination: int, axis: int) ->
         here[axis] = (here[axis] + (1 if upwards > 0 else -1)) % size
         ranks.append(int(np.ravel_multi_index(here, topology.shape)))
     return ranks
+
+
+def without_link(topology: Topology, link: int) -> Topology:
+    """Returns a network one of whose links has failed, so that messages go around it."""
+    links = Links._make(np.delete(column, link) for column in topology.links)
+    return replace(topology, links=links)

@@ -1,9 +1,8 @@
-"""Latency and bandwidth of a network as its ranks measure them, and the time of schedules on it.
+"""Latency and bandwidth of a network as its ranks measure them.
 
 Every rank sends to one neighbour and receives from another, all at once and several times in a row,
 as the steps of a schedule do. A message of a few bytes shows the latency, the difference of two
-large ones the bandwidth. Then the all-reduces of `moe.network.algorithms` are run, and compared with
-their simulation on a network of those numbers.
+large ones the bandwidth.
 """
 
 import json
@@ -20,13 +19,9 @@ import torch.distributed as dist
 from moe.checks import check
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
-from moe.network.algorithms import ALL_REDUCE
-from moe.network.ranks.scheduled import ScheduledCollective
 from moe.network.schedule import IntArray
-from moe.network.simulate import simulate
 from moe.network.topology import Rate, Topology
 from moe.network.topology_file import parse_network
-from moe.planning.table import show_bytes
 
 _FLOAT_BYTES = 4
 _SMALL = 1
@@ -39,9 +34,6 @@ _STEPS = {_SMALL: 50, _LARGE[0]: 10, _LARGE[1]: 5}
 """Number of exchanges in a row, by floats of a message."""
 
 _REPEATS = 5
-_UNITS_PER_RANK = 48
-_PAYLOADS = (2**16, 2**22)
-"""Bytes for which schedules are timed."""
 
 
 def measure_network(content: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
@@ -65,7 +57,6 @@ def measure_network(content: Mapping[str, Any]) -> tuple[dict[str, Any], str] | 
             "machines: torchrun ... -m stmoe network --on FILE --measure OUT.json."
         )
 
-    # The rates of the file, then its schedules.
     with launch() as world:
         device = torch.device(world.device_type)
         rates: dict[tuple[str, ...], Rate] = {}
@@ -76,16 +67,14 @@ def measure_network(content: Mapping[str, Any]) -> tuple[dict[str, Any], str] | 
             other = rates.get(keys, rate)
             bandwidth = min(rate.bandwidth, other.bandwidth)
             rates[keys] = Rate(bandwidth, max(rate.latency, other.latency))
-        measured = _with_rates(content, rates, world)
-        trials = _run_schedules(parse_network(measured).topology, device)
-
         if world.rank > 0:
             return None
+        measured = _with_rates(content, rates, world)
         lines = [f"{topology.name}: {measured['notes'][0]}"]
         for keys, rate in rates.items():
             speed = f"{rate.bandwidth / 1e9:.4g} GB/s, {rate.latency * 1e6:.4g} us"
             lines.append(f"  {'.'.join(keys)}: {speed}")
-        return measured, "\n".join([*lines, *trials])
+        return measured, "\n".join(lines)
 
 
 def _targets(
@@ -182,26 +171,3 @@ def _with_rates(
         f"Bandwidth and latency are measured: {world.size} ranks at once, {backend}, torch {version}."
     ]
     return measured
-
-
-def _run_schedules(topology: Topology, device: torch.device) -> list[str]:
-    """Returns lines with the measured and the simulated time of every all-reduce that fits."""
-    trials: list[tuple[int, float, str, float]] = []
-    for name in ALL_REDUCE.names():
-        algorithm = ALL_REDUCE.get(name)
-        if algorithm.unfit(topology):
-            continue
-        schedule = algorithm.build(topology, topology.num_ranks * _UNITS_PER_RANK)
-        collective = ScheduledCollective(schedule)
-        for num_bytes in _PAYLOADS:
-            buffer = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
-            seconds = _least_seconds(partial(collective.run, buffer), device)
-            predicted = simulate(schedule, topology, num_bytes).seconds
-            trials.append((num_bytes, seconds, name, predicted))
-
-    heading = f"{'all-reduce of':<16}{'schedule':<24}{'measured':>12}{'predicted':>12}"
-    lines = [f"{heading}  ms; the CPU's sums are not in the prediction"]
-    for num_bytes, seconds, name, predicted in sorted(trials):
-        times = f"{seconds * 1e3:>12.4g}{predicted * 1e3:>12.4g}"
-        lines.append(f"  {show_bytes(num_bytes):<14}{name:<24}{times}")
-    return lines
