@@ -88,11 +88,13 @@ def load_model(
         return load_model_on_mesh(source, mesh, config=config, gather=False)[0]
     if mmap:
         return _load_mapped(source, **options)
+    model: Any
     if isinstance(source, Path) or Path(source).is_dir():
         model = _load_whole(of_source, source, begins_anew, options)
     else:
         model = of_source.from_pretrained(source, **options)
-    if model_class is None and not isinstance(model, STMoEPreTrainedModel):  # ours does both itself
+    is_ours = isinstance(model, STMoEPreTrainedModel)
+    if model_class is None and not is_ours:  # ours does both itself
         refuse_not_finite(model, source)
         align_weights(model)
     return model if device is None else model.to(device)

@@ -7,7 +7,6 @@ stmoe export --model runs/names/model --to names.html --format html
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from moe.convert.graphs import export_onnx, export_torch
 from moe.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from moe.errors import ConfigError
 from moe.files import output_path, whole_folder, write_text
-from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.transformers_private import find_file
 from moe.serving.model_page import model_page
@@ -38,7 +36,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument(
         "--format",
-        choices=(*FORMATS, "html"),
+        choices=("onnx", "torch", "ctranslate2", "html"),
         default="onnx",
         help="what to write: html is a page that runs the model in a browser (onnx)",
     )
@@ -70,20 +68,26 @@ def main(argv: list[str]) -> None:
 
     target = new_model_folder(options.to, inputs=[options.model])
     with whole_folder(target, kind="model") as folder:
-        message = FORMATS[options.format](options, folder)
+        message = _write(options, folder)
         _copy_texts(options.model, folder)
     print(message)
     print(f"The exported model is in {target}.")
 
 
-def _write_onnx(options: Any, folder: Path) -> str:
-    difference = export_onnx(_load(options.model), folder)
+def _write(options: Any, folder: Path) -> str:
+    """Writes the model into a folder, and returns a line for the user."""
+    if options.format == "ctranslate2":
+        return _write_ctranslate2(options, folder)
+    model = load_model(options.model, dropless=True, dtype=torch.float32)
+    if not isinstance(model, STMoEForConditionalGeneration):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be exported in this format; expected a T5, a Switch or a model of ours."
+        )
+    if options.format == "torch":
+        export_torch(model, folder)
+        return "torch.export.load(FILE).module() returns each graph."
+    difference = export_onnx(model, folder)
     return f"The logits of onnxruntime differ by at most {difference:.1g} from the model's."
-
-
-def _write_torch(options: Any, folder: Path) -> str:
-    export_torch(_load(options.model), folder)
-    return "torch.export.load(FILE).module() returns each graph."
 
 
 def _write_ctranslate2(options: Any, folder: Path) -> str:
@@ -102,32 +106,11 @@ def _write_ctranslate2(options: Any, folder: Path) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         # Ours is written as transformers' T5, which the converter reads.
         if is_ours:
-            _refuse_sparse(source)
             source = temporary
             convert_checkpoint(options.model, Path(source), form="t5", dtype=torch.float32)
         converter = TransformersConverter(source)
         converter.convert(str(folder), quantization=options.quantization, force=True)
     return "ctranslate2.Translator(FOLDER) answers lists of tokens."
-
-
-def _refuse_sparse(source: str) -> None:
-    """Raises a ConfigError for a model with sparse layers."""
-    num_experts = STMoEConfig.from_pretrained(source).num_experts
-    if num_experts:
-        raise ConfigError(
-            f"A sparse model ({num_experts} experts) cannot be exported to CTranslate2, which has no sparse layers. "
-            "Make a dense student of it: stmoe distill."
-        )
-
-
-def _load(source: str) -> STMoEForConditionalGeneration:
-    """Returns a model of ours in float32, whose experts drop nothing."""
-    model = load_model(source, dropless=True, dtype=torch.float32)
-    if not isinstance(model, STMoEForConditionalGeneration):
-        raise ConfigError(
-            f"{type(model).__name__} cannot be exported in this format; expected a T5, a Switch or a model of ours."
-        )
-    return model
 
 
 def _copy_texts(source: str, folder: Path) -> None:
@@ -139,11 +122,3 @@ def _copy_texts(source: str, folder: Path) -> None:
             files[name] = path
     for name, path in files.items():
         shutil.copyfile(path, folder / name)
-
-
-FORMATS: dict[str, Callable[[Any, Path], str]] = {
-    "onnx": _write_onnx,
-    "torch": _write_torch,
-    "ctranslate2": _write_ctranslate2,
-}
-"""Writer of each format into a folder; returns a line for the user."""

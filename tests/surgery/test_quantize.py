@@ -287,12 +287,10 @@ def test_a_model_read_from_8_bits_trains_saves_and_converts_as_floats(folder, wh
     model.save_pretrained(tmp_path / "saved")
     (tmp_path / "converted").mkdir()
     convert_checkpoint(whole, tmp_path / "converted")
-    for other in (
-        load(tmp_path / "saved"),
-        load(tmp_path / "converted"),
-        load_model(whole, mmap=True),
-    ):
+    for other in (load(tmp_path / "saved"), load(tmp_path / "converted")):
         assert torch.equal(logits(other), logits(model))
+    mapped = load_model(whole, mmap=True)  # products round by the address of a weight
+    torch.testing.assert_close(logits(mapped), logits(model), rtol=1e-5, atol=1e-5)
     assert "model.encoder.embed_tokens.weight" in load_file(tmp_path / "saved/model.safetensors")
 
     # Encoder alone, and a dense model, which has no experts.
