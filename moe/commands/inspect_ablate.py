@@ -30,9 +30,8 @@ def build_parser() -> Parser:
     add_trace(parser)
     parser.add_argument("--model", type=model_path, help="folder of the model (that of the trace)")
     parser.add_argument("--out", required=True, help="the .json file to write")
-    kinds = INTERVENTIONS.names()
     parser.add_argument(
-        "--kind", choices=kinds, default="drop", help="intervention on an expert (drop)"
+        "--kind", choices=INTERVENTIONS, default="drop", help="intervention on an expert (drop)"
     )
     parser.add_argument(
         "--seed",

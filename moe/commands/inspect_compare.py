@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from moe.cli import Parser, model_path
 from moe.commands.routing_inputs import add_batches, add_trace, load_traced
-from moe.estimates import Estimate
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, split_loss
 from moe.inspection.page.routing_view import routing_view
@@ -76,14 +75,11 @@ def split_table(split: LossSplit, first: str, second: str) -> str:
         [f"loss of {first}", f"{split.first:.4f}", ""],
         [f"loss of {second}", f"{split.second:.4f}", ""],
         ["the same with the routing of the first", f"{split.replayed:.4f}", ""],
-        ["difference by routing", *_cells(split.routing)],
-        ["difference by other weights", *_cells(split.weights)],
     ]
+    for name, part in (("routing", split.routing), ("other weights", split.weights)):
+        interval = f"{part.low:+.4f} to {part.high:+.4f}"
+        rows.append([f"difference by {name}", f"{part.value:+.4f}", interval])
     return format_table(LOSS_HEADER, rows)
-
-
-def _cells(part: Estimate) -> list[str]:
-    return [f"{part.value:+.4f}", f"{part.low:+.4f} to {part.high:+.4f}"]
 
 
 def numbers_in_first(matching: ExpertMatching) -> list[int]:

@@ -88,16 +88,7 @@ def tables_json(
     of_classes = []
     for table in classes:
         for row in table.rows:
-            of_classes.append(
-                {
-                    "layer": layer_name(table.key),
-                    "class": row.name,
-                    "tokens": row.num_tokens,
-                    "shares": row.shares,
-                    "lifts": row.lifts,
-                    "p_values": row.p_values,
-                }
-            )
+            of_classes.append({"layer": layer_name(table.key), **row._asdict()})
     content = {
         "command": command,
         "text": trace.facts.text,

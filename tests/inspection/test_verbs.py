@@ -134,7 +134,7 @@ def test_the_view_has_classes_of_tokens_and_prints_the_tables(folder, trace, tmp
     kept = json.loads(numbers.read_text())
     first = kept["sentinels"][0]["all_tokens"]
     assert f"{first['value']:.2f} ({first['low']:.2f} to {first['high']:.2f})" in printed
-    assert {row["class"] for row in kept["classes"]} >= {"punctuation", "number"}
+    assert {row["name"] for row in kept["classes"]} >= {"punctuation", "number"}
     assert re.search(r"encoder 1 +\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", printed)
     assert "punctuation" in page.read_text(encoding="utf-8")
 

@@ -13,9 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from moe.checks import check, check_integer
-from moe.data.pipeline import Batch
-from moe.errors import ConfigError
+from moe.checks import check, check_choice, check_integer
 from moe.inspection.ablation.ablation_runs import (
     ExpertMeasures,
     Unchanged,
@@ -27,7 +25,7 @@ from moe.inspection.ablation.ablation_runs import (
 from moe.inspection.ablation.interventions import (
     INTERVENTIONS,
     AblatedLayer,
-    Intervention,
+    ablate_expert,
     as_many_at_random,
 )
 from moe.inspection.ablation.target_sets import Targets, list_targets, target_sets
@@ -95,7 +93,6 @@ def ablate_experts(
     *,
     intervention: str = "drop",
     input_classes: Mapping[str, Tensor] | None = None,
-    calibration: Iterable[Batch] | None = None,
     layers: Iterable[LayerKey] | None = None,
     seed: int = 0,
     progress: bool = True,
@@ -120,18 +117,16 @@ def ablate_experts(
             `Trace.encoder`. Experts of the encoder get a set `sequences with NAME` for each: all
             targets of sequences that hold such a token. None for the sequences whose targets hold
             one of `classes`.
-        calibration: Batches over which mean outputs are taken; None for `batches`.
         layers: Names of the layers; None for all.
         seed: Seed of the random choices.
         progress: Whether to show a progress bar.
 
     Raises:
-        ConfigError: When there is no such intervention or layer, an argument is out of range, or
-            the model's experts are shared by ranks.
+        ConfigError: When there is no such intervention or layer, or an argument is out of range.
         DataError: When there is no batch, one has no labels or has segments, or a mask has another
             shape.
     """
-    kind = INTERVENTIONS.get(intervention)
+    check_choice("intervention", intervention, INTERVENTIONS)
     check_integer("seed", seed, least=0)
     keys = _checked_keys(model, layers)
 
@@ -143,11 +138,6 @@ def ablate_experts(
     # No jitter, no dropout, and the capacity of evaluation.
     with evaluation_mode(model):
         measures = measure_experts(model, [traced.batch for traced in batches])
-        calibrated = measures
-        if calibration is not None:
-            calibrated = measure_experts(model, calibration)
-            check(bool(calibrated), "calibration", [], "at least one batch")
-
         tables: list[LayerAblation] = []
         for key in keys:
             tables.append(_empty_sums(key, measures[key], sets[key[0]], targets))
@@ -171,13 +161,13 @@ def ablate_experts(
             for table_number, table in enumerate(tables):
                 numbers = np.random.SeedSequence((seed, number, table_number))
                 lot = int(numbers.generate_state(1)[0])
-                layer = AblatedLayer(
-                    model, table.key, calibrated[table.key].mean_output, table.peer
-                )
+                layer = AblatedLayer(model, table.key, measures[table.key].mean_output, table.peer)
                 masks = torch.stack(list(sets[table.key[0]].values()))[:, part]
                 document = targets.document[part]
                 lost = table.lost[:, rows]
-                _ablate_layer(layer, table, unchanged, document, masks, lost, kind, lot, bar)
+                _ablate_layer(
+                    layer, table, unchanged, document, masks, lost, intervention, lot, bar
+                )
         bar.close()
 
     return Ablation(
@@ -210,14 +200,6 @@ def _checked_keys(model: PreTrainedModel, layers: Iterable[LayerKey] | None) -> 
     for key in keys:
         num_experts = model_layers[key].config.num_experts
         check(num_experts > 1, f"num_experts of {key}", num_experts, "at least 2, to compare them")
-
-    # All experts must be on this rank.
-    for layer in model_layers.values():
-        if layer.ep is not None or layer.tp is not None:
-            raise ConfigError(
-                "The experts of this model are shared by several ranks, and an ablation needs all of them on one. "
-                "Load the whole model in each process: from_pretrained(...), without a mesh."
-            )
     return keys
 
 
@@ -264,7 +246,7 @@ def _ablate_layer(
     document: Tensor,
     masks: Tensor,
     lost: Tensor,
-    kind: Intervention,
+    intervention: str,
     lot: int,
     bar: "tqdm[NoReturn]",
 ) -> None:
@@ -277,7 +259,7 @@ def _ablate_layer(
         document: <int64>[n] document of each target.
         masks: <bool>[C, n] sets of the targets.
         lost: <bool>[E, B] of the batch; see `LayerAblation`.
-        kind: The intervention.
+        intervention: Its name.
         lot: Seed of the random choices.
         bar: Counts the experts.
     """
@@ -292,10 +274,10 @@ def _ablate_layer(
     for expert in range(num_experts):
         # Without the expert, and without as many random choices.
         at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
-        to_expert = kind.to_expert(layer, expert)
+        to_expert = ablate_expert(intervention, layer, expert)
         change, is_right = run_ablated(layer.module, layer.key, unchanged, to_expert)  # [n], [B]
         lost[expert] = unchanged.is_right & ~is_right
-        to_random = kind.to_choices(layer, at_random)
+        to_random = INTERVENTIONS[intervention](layer, at_random)
         random_change, _ = run_ablated(layer.module, layer.key, unchanged, to_random)
 
         # By class and document.

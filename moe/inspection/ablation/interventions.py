@@ -3,7 +3,6 @@
 Each applies to the choices of an expert, or to as many random ones; `ablate` runs them over all experts.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
@@ -12,7 +11,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe.registry import Registry
 from moe.sparse.editing import (
     LayerEdit,
     LayerKey,
@@ -104,81 +102,62 @@ class AblatedLayer(NamedTuple):
     peer: Tensor
 
 
-class Intervention(ABC):
-    """A change to an expert during evaluation; registered in INTERVENTIONS."""
-
-    @abstractmethod
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
-        """Returns the context in which the intervention applies to some accepted choices."""
-
-    def to_expert(self, layer: AblatedLayer, expert: int) -> Context:
-        """Returns the context in which the intervention applies to all choices of an expert."""
-        return self.to_choices(layer, choices_of(expert))
+Intervention = Callable[[AblatedLayer, ChoiceMask], Context]
+"""A change to the accepted choices of an expert, or to as many random ones, during evaluation."""
 
 
-INTERVENTIONS: Registry[Intervention] = Registry("intervention")
+def drop(layer: AblatedLayer, choices: ChoiceMask) -> Context:
+    """Sets the output to 0 and keeps all weights, as if the expert were full: shows its contribution."""
+
+    def edit(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        return drop_choices(plan, choices(plan))
+
+    return edit_routing(layer.module, {layer.key: edit})
 
 
-class Drop(Intervention):
-    """The output becomes 0 and all weights stay, as if the expert were full: shows its contribution."""
-
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
-        """Returns the context in which choices are dropped."""
-
-        def drop(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            return drop_choices(plan, choices(plan))
-
-        return edit_routing(layer.module, {layer.key: drop})
-
-
-class Reroute(Intervention):
-    """Tokens choose again among the other experts, as after pruning: shows the cost of its loss.
+def reroute(layer: AblatedLayer, choices: ChoiceMask) -> Context:
+    """Lets tokens choose again among the other experts, as after pruning: shows the cost of its loss.
 
     Without the expert the others' probabilities are larger. A router whose weights are plain
     probabilities then changes the weights of tokens that never chose it, too.
     """
-
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
-        """Returns the context in which tokens choose again without the expert of each choice."""
-        return edit_routing(layer.module, {layer.key: _RerouteChoices(choices)})
-
-    def to_expert(self, layer: AblatedLayer, expert: int) -> Context:
-        """Returns the context in which no token can choose the expert."""
-        return edit_routing(layer.module, {layer.key: RerouteExperts(expert)})
+    return edit_routing(layer.module, {layer.key: _RerouteChoices(choices)})
 
 
-class Mean(Intervention):
-    """The output becomes its mean over calibration batches: shows how it distinguishes tokens."""
-
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
-        """Returns the context in which the outputs of choices are the means of their experts."""
-        return replace_by_mean(layer.module, layer.key, choices, layer.mean_output)
+def mean(layer: AblatedLayer, choices: ChoiceMask) -> Context:
+    """Replaces the output by its mean over the batches: shows how it distinguishes tokens."""
+    return replace_by_mean(layer.module, layer.key, choices, layer.mean_output)
 
 
-class Swap(Intervention):
-    """The tokens go to the expert's peer with unchanged weights: shows whether it is special.
+def swap(layer: AblatedLayer, choices: ChoiceMask) -> Context:
+    """Sends the tokens to the expert's peer with unchanged weights: shows whether it is special.
 
     The peer's own tokens stay where they are, so that nothing but the expert is ablated;
     `moe.sparse.edits.SwapExperts` exchanges two experts.
     """
 
-    def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
-        """Returns the context in which choices go to the peers of their experts."""
+    def edit(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        # The other choices keep their experts, and nothing is dropped.
+        index = plan.expert_index  # [G, S, K]
+        peer = layer.peer.to(index.device)
+        return plan._replace(expert_index=torch.where(choices(plan), peer[index], index))
 
-        def swap(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            # The other choices keep their experts, and nothing is dropped.
-            index = plan.expert_index  # [G, S, K]
-            peer = layer.peer.to(index.device)
-            return plan._replace(expert_index=torch.where(choices(plan), peer[index], index))
-
-        return edit_routing(layer.module, {layer.key: swap})
+    return edit_routing(layer.module, {layer.key: edit})
 
 
-# An intervention added here appears in all tables and commands.
-INTERVENTIONS.add("drop", Drop())
-INTERVENTIONS.add("reroute", Reroute())
-INTERVENTIONS.add("mean", Mean())
-INTERVENTIONS.add("swap", Swap())
+INTERVENTIONS: dict[str, Intervention] = {
+    "drop": drop,
+    "reroute": reroute,
+    "mean": mean,
+    "swap": swap,
+}
+
+
+def ablate_expert(intervention: str, layer: AblatedLayer, expert: int) -> Context:
+    """Returns the context in which an intervention applies to all choices of an expert."""
+    if intervention == "reroute":  # no token can choose it
+        return edit_routing(layer.module, {layer.key: RerouteExperts(expert)})
+    return INTERVENTIONS[intervention](layer, choices_of(expert))
 
 
 class _RerouteChoices(LayerEdit):

@@ -70,19 +70,10 @@ def match_experts(a: LayerTrace, b: LayerTrace) -> ExpertMatching:
         a: A layer's part of a trace.
         b: A layer's part of another trace of the same inputs; see `match_traces`.
 
-    Raises:
-        DataError: When they are of different numbers of tokens.
-
     Source:
         Kuhn, The Hungarian method for the assignment problem (1955); Hubert and Arabie, Comparing
         partitions (1985).
     """
-    if len(a.first) != len(b.first):
-        raise DataError(
-            f"The layers have {len(a.first):,} and {len(b.first):,} tokens; expected the same tokens. Trace the same "
-            "text with both models, and compare a layer with one of the same stack."
-        )
-
     # Tokens by their experts in both.
     num_a = a.facts.num_experts
     num_b = b.facts.num_experts
@@ -112,14 +103,8 @@ def match_traces(a: Trace, b: Trace) -> dict[LayerKey, ExpertMatching]:
         b: Another model's trace of the same inputs.
 
     Raises:
-        DataError: When the inputs differ, or the models have other sparse layers.
+        DataError: When the models have other sparse layers.
     """
-    if a.facts.inputs_fingerprint != b.facts.inputs_fingerprint:
-        raise DataError(
-            f"The traces were recorded on inputs {a.facts.inputs_fingerprint[:12]!r} and "
-            f"{b.facts.inputs_fingerprint[:12]!r}; expected the same inputs. Trace the same text with both models, "
-            "with one tokenizer."
-        )
     layers_a = {layer.key: layer for layer in a.layers}
     layers_b = {layer.key: layer for layer in b.layers}
     if layers_a.keys() != layers_b.keys():

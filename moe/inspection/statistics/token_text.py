@@ -97,17 +97,17 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
         DataError: When an id is not the tokenizer's, or it does not mark where words start.
     """
     # Text of each id.
-    vocabulary = _Vocabulary.of(tokenizer)
-    num_pieces = len(vocabulary.pieces)
+    pieces, has_space, is_special_piece, is_sentinel_piece = _vocabulary(tokenizer)
+    num_pieces = len(pieces)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_pieces:
         raise DataError(
             f"The tokens have ids from {int(ids.min())} to {int(ids.max())}, but the tokenizer has {num_pieces} "
             "pieces. Give the tokenizer of the model that was traced."
         )
-    is_special = vocabulary.is_special[ids]
+    is_special = is_special_piece[ids]
 
     # A run ends where a space, a special token or another example begins.
-    is_first = vocabulary.has_space[ids] | is_special
+    is_first = has_space[ids] | is_special
     is_first[:1] = True
     is_first[1:] |= is_special[:-1] | (example[1:] != example[:-1])
     bounds = [*is_first.nonzero().flatten().tolist(), ids.numel()]
@@ -123,7 +123,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
     for start, end in pairwise(bounds):
         run_ids = tuple(all_ids[start:end])
         if run_ids not in readings:
-            readings[run_ids] = _read_run([vocabulary.pieces[number] for number in run_ids])
+            readings[run_ids] = _read_run([pieces[number] for number in run_ids])
         run_text, piece_words, starts = readings[run_ids]
         word += [words.setdefault(text, len(words)) for text in piece_words]
         run += [runs.setdefault(run_text, len(runs))] * len(piece_words)
@@ -140,59 +140,43 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
         is_start=torch.tensor(is_start, dtype=torch.bool),
         starts_sentence=torch.zeros_like(is_special),
         is_special=is_special,
-        is_sentinel=vocabulary.is_sentinel[ids],
+        is_sentinel=is_sentinel_piece[ids],
     )
     return text._replace(starts_sentence=_sentence_starts(text))
 
 
-class _Vocabulary(NamedTuple):
-    """The pieces of a tokenizer, V of them.
+def _vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], Tensor, Tensor, Tensor]:
+    """Returns the V pieces of a tokenizer.
 
-    Attributes:
-        pieces: Their texts without spaces; empty for special tokens. A surrogate is a byte of a
-            character that is split over pieces.
-        has_space: <bool>[V] whether a piece starts with a space.
-        is_special: <bool>[V]
-        is_sentinel: <bool>[V]
+    Returns:
+        Their texts without spaces, empty for special tokens, where a surrogate is a byte of a
+        character that is split over pieces; and <bool>[V] each: whether a piece starts with a space,
+        is special, and is a sentinel.
+
+    Raises:
+        DataError: When none starts with the mark of a space.
     """
+    names = piece_texts(tokenizer, range(len(tokenizer)), errors="surrogateescape")
+    texts = [name.replace(SPACE, " ") for name in names]
+    has_space = torch.tensor([text[:1].isspace() for text in texts])
+    if not has_space.any():
+        raise DataError(
+            f"No piece of the tokenizer starts with {SPACE!r}, the mark of a space, so words cannot be found. "
+            "Give a SentencePiece or byte-level tokenizer, as T5, GPT-2 and this library have."
+        )
 
-    pieces: list[str]
-    has_space: Tensor
-    is_special: Tensor
-    is_sentinel: Tensor
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerFast) -> "_Vocabulary":
-        """Returns the pieces of a tokenizer.
-
-        Raises:
-            DataError: When none starts with the mark of a space.
-        """
-        ids = list(range(len(tokenizer)))
-        names = piece_texts(tokenizer, ids, errors="surrogateescape")
-        texts = [name.replace(SPACE, " ") for name in names]
-        has_space = torch.tensor([text[:1].isspace() for text in texts])
-        if not has_space.any():
-            raise DataError(
-                f"No piece of the tokenizer starts with {SPACE!r}, the mark of a space, so words cannot be found. "
-                "Give a SentencePiece or byte-level tokenizer, as T5, GPT-2 and this library have."
-            )
-
-        # An unknown character is special to the tokenizer, but part of a word to a reader.
-        is_sentinel = [bool(_SENTINEL.fullmatch(name)) for name in names]
-        special_ids = {
-            number for number in tokenizer.all_special_ids if number != tokenizer.unk_token_id
-        }
-        is_special = [is_sentinel[number] or number in special_ids for number in ids]
-        pieces = []
-        for number, text in enumerate(texts):
-            if is_special[number]:
-                pieces.append("")
-            elif number == tokenizer.unk_token_id:
-                pieces.append(_UNKNOWN)
-            else:
-                pieces.append("".join(text.split()))
-        return cls(pieces, has_space, torch.tensor(is_special), torch.tensor(is_sentinel))
+    # An unknown character is special to the tokenizer, but part of a word to a reader.
+    is_sentinel = torch.tensor([_SENTINEL.fullmatch(name) is not None for name in names])
+    is_special = is_sentinel.clone()
+    is_special[tokenizer.all_special_ids] = True
+    unknown = tokenizer.unk_token_id
+    if unknown is not None:
+        is_special[unknown] = False
+    pieces = []
+    for number, (text, special) in enumerate(zip(texts, is_special.tolist(), strict=True)):
+        piece = _UNKNOWN if number == unknown else "".join(text.split())
+        pieces.append("" if special else piece)
+    return pieces, has_space, is_special, is_sentinel
 
 
 def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
