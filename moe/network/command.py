@@ -79,9 +79,8 @@ def main(argv: list[str]) -> None:
     if arguments.page is not None:
         page = output_path(arguments.page, suffix=".html", option="--page", inputs=inputs)
     plan, memory = plan_mesh(recipe, arguments)
-    print(
-        show_needs(plan, arguments.preset or "the recipe's model", memory), end="\n\n", flush=True
-    )
+    print(show_needs(plan, arguments.preset or "the recipe's model", memory), flush=True)
+    print()
     print_times(plan, network, arguments.place, dead, page)
 
 
@@ -103,8 +102,9 @@ def print_times(
             f"{option} applies to exchanges between ranks, but a mesh of one rank exchanges nothing. "
             "Choose a larger mesh, e.g. --mesh.dp_shard 4."
         )
-    placement = place_in_order(plan.mesh, network.topology)
-    if tiles is not None:
+    if tiles is None:
+        placement = place_in_order(plan.mesh, network.topology)
+    else:
         placement = place_by_tiles(plan.mesh, network.topology, tiles)
     timer = NetworkTimer(network, placement)
     timed = timer.plan(plan.collectives)

@@ -245,7 +245,7 @@ def two_level(
     members = np.unique(node_switch) if shared_card else ranks
     far = _joined(members, np.full(len(members), top_switch), across)
 
-    links = Links(*(np.concatenate(columns) for columns in zip(near, far, strict=True)))
+    links = Links._make(np.concatenate(columns) for columns in zip(near, far, strict=True))
     default = f"{num_nodes:,} nodes of {per_node:,} ranks"
     return Topology(
         name=name or default,

@@ -210,7 +210,8 @@ class _Links(_Part):
             reason = f"{self.ranks} ranks, then {self.switches} switches"
             check_integer("an end in links.table", max(ends), most=num_nodes - 1, reason=reason)
             check(ends[0] != ends[1], "a link of links.table", ends, "two different nodes")
-            for pair in (ends, ends[::-1]) if self.both_ways else (ends,):
+            backwards = (link.destination, link.source)
+            for pair in (ends, backwards) if self.both_ways else (ends,):
                 check(pair not in rates, "a link of links.table", pair, "each link once")
                 rates[pair] = link.rate
         pairs = np.array(list(rates), np.int64)

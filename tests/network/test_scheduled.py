@@ -190,13 +190,13 @@ def blocks_of_five_ranks(rank, num_ranks):
         x = torch.randn(int(counts[rank].sum()), 3)
         theirs = x.new_empty(int(counts[:, rank].sum()), 3)
         dist.all_to_all_single(theirs, x, counts[:, rank].tolist(), counts[rank].tolist())
-        ours = exchange.route(counts.numpy()).issue(x).wait()
+        (step,) = exchange.route(counts.numpy())
+        ours = step.issue(x, reverse=False).wait()
         assert torch.equal(ours, theirs), most
 
         # No rank has room for the blocks of others that do not pass it.
-        route = exchange.route(counts.numpy())
-        assert route.num_rows <= counts.sum()
-        returned = exchange.route_back(counts.numpy()).issue(ours).wait()
+        assert step.there.num_rows <= counts.sum()
+        returned = step.issue(ours, reverse=True).wait()
         assert torch.equal(returned, x), most
 
     # What is no all-to-all among these ranks is refused.

@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from moe.network.schedule import IntArray
 from moe.network.topology import FloatArray, Topology
@@ -178,7 +179,5 @@ def _cells(topology: Topology, rows: IntArray) -> tuple[IntArray, IntArray]:
     return node, np.where(is_switch, 0, lower % per_node)
 
 
-def _boxes(
-    x: FloatArray, y: FloatArray, width: float | FloatArray, height: float | FloatArray
-) -> FloatArray:
+def _boxes(x: ArrayLike, y: ArrayLike, width: ArrayLike, height: ArrayLike) -> FloatArray:
     return np.stack(np.broadcast_arrays(x, y, width, height), axis=1)

@@ -160,7 +160,8 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
 
         # The way from the first rank to the next along the axis.
         neighbours = np.moveaxis(ranks, axis, 0).reshape(extent, -1)[:2, 0]
-        route = find_route(*neighbours.tolist(), topology)
+        source, destination = neighbours.tolist()
+        route = find_route(source, destination, topology)
         latency += rounds * (extent - 1) * float(topology.links.latency[route].sum())
 
         # Bytes over the busiest link of the axis: each rank's bytes of an exchange, over a mean

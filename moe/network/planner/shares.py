@@ -21,16 +21,8 @@ _MOST_GROUPS = 3
 """Number of groups that are simulated, of those that differ: near a hole there may be dozens."""
 
 
-class Instance(NamedTuple):
-    """Schedule of one group.
-
-    Attributes:
-        ranks: <int64>[size] its ranks of the network.
-        schedule: Schedule of ranks 0 to size - 1.
-    """
-
-    ranks: IntArray
-    schedule: Schedule
+Instance = tuple[IntArray, Schedule]
+"""Ranks <int64>[size] of one group on the network, and its schedule of ranks 0 to size - 1."""
 
 
 class GroupOnLinks(NamedTuple):
@@ -83,20 +75,6 @@ class SharedLinks(NamedTuple):
         return groups[:_MOST_GROUPS]
 
 
-class _Use(NamedTuple):
-    """Links that one group uses.
-
-    Attributes:
-        link: <int64>[L] links.
-        load: <float64>[L] units that it sends over each, over the bandwidth.
-        latency: <float64>[P] seconds of its routes.
-    """
-
-    link: IntArray
-    load: FloatArray
-    latency: FloatArray
-
-
 def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
     """Returns one group of each kind, each on its share of the links.
 
@@ -105,27 +83,43 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
         topology: The network.
     """
     # Load of each link from all groups.
-    uses = [_use(instance, topology) for instance in instances]
+    uses = [_links_of(*instance, topology) for instance in instances]
     total = np.zeros(len(topology.links.source))
-    for use in uses:
-        total[use.link] += use.load
+    for link, load, _ in uses:
+        total[link] += load
 
-    # Groups are alike if their links are equally busy and their routes equally long, in any order.
     groups: dict[tuple[int, bytes, bytes], GroupOnLinks] = {}
-    for instance, use in zip(instances, uses, strict=True):
-        busy = _rounded(np.sort(total[use.link]))
-        latency = _rounded(np.sort(use.latency))
-        signature = (id(instance.schedule), busy.tobytes(), latency.tobytes())
-        if signature not in groups:
-            groups[signature] = _on_links(instance, use, total, topology)
+    for (ranks, schedule), (link, load, latency) in zip(instances, uses, strict=True):
+        # Groups are alike if their links are equally busy and their routes equally long, in any order.
+        busy = _rounded(np.sort(total[link])).tobytes()
+        signature = (id(schedule), busy, _rounded(np.sort(latency)).tobytes())
+        if signature in groups:
+            continue
+
+        # A group's share of a link is its own load divided by the load of all groups.
+        bandwidth = topology.links.bandwidth.copy()
+        bandwidth[link] *= load / total[link]
+        groups[signature] = GroupOnLinks(
+            schedule=schedule.among(ranks, topology.num_ranks),
+            topology=replace(topology, links=topology.links._replace(bandwidth=bandwidth)),
+            load=float(total[link].max()),
+            latency=float(latency.mean()),
+        )
     return SharedLinks(tuple(groups.values()))
 
 
-def _use(instance: Instance, topology: Topology) -> _Use:
-    """Returns the links that a group uses, and their load."""
-    table = instance.schedule.transfers
-    source = instance.ranks[table.source]
-    destination = instance.ranks[table.destination]
+def _links_of(
+    ranks: IntArray, schedule: Schedule, topology: Topology
+) -> tuple[IntArray, FloatArray, FloatArray]:
+    """Returns the links that a group uses, and its load on them.
+
+    Returns:
+        <int64>[L] links, <float64>[L] units that it sends over each, over the bandwidth, and
+        <float64>[P] seconds of its routes.
+    """
+    table = schedule.transfers
+    source = ranks[table.source]
+    destination = ranks[table.destination]
     routes = find_routes(table._replace(source=source, destination=destination), topology)
 
     # Units of each pair of ranks.
@@ -136,20 +130,7 @@ def _use(instance: Instance, topology: Topology) -> _Use:
     row, hop = routes.hops(np.arange(len(routes.key)))
     link, place = np.unique(hop, return_inverse=True)
     load = np.bincount(place, units[row]) / topology.links.bandwidth[link]
-    return _Use(link, load, routes.latency)
-
-
-def _on_links(instance: Instance, use: _Use, total: FloatArray, topology: Topology) -> GroupOnLinks:
-    """Returns a group on its share of the links: its own load divided by the load of all groups."""
-    bandwidth = topology.links.bandwidth.copy()
-    bandwidth[use.link] *= use.load / total[use.link]
-    links = topology.links._replace(bandwidth=bandwidth)
-    return GroupOnLinks(
-        schedule=instance.schedule.among(instance.ranks, topology.num_ranks),
-        topology=replace(topology, links=links),
-        load=float(total[use.link].max()),
-        latency=float(use.latency.mean()),
-    )
+    return link, load, routes.latency
 
 
 def _rounded(numbers: FloatArray) -> FloatArray:

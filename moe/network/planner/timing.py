@@ -356,7 +356,7 @@ class NetworkTimer:
         for name, algorithm in short.items():
             if name not in unfit:
                 instances[name] = self._instances(axis, kind, algorithm)
-                sizes[name] = sum(len(one.schedule.transfers.step) for one in instances[name])
+                sizes[name] = sum(len(one.transfers.step) for _, one in instances[name])
         most = max(_MOST_TRANSFERS, min(sizes.values()))
         kept = [name for name, num_transfers in sizes.items() if num_transfers <= most]
         return {name: share_links(instances[name], self.topology) for name in kept}
@@ -394,7 +394,7 @@ class NetworkTimer:
                 continue
             if dead not in schedules:
                 schedules[dead] = _build_schedule(kind, algorithm, groups.layout.without(dead))
-            instances.append(Instance(ranks, schedules[dead]))
+            instances.append((ranks, schedules[dead]))
         return instances
 
 

@@ -131,7 +131,7 @@ class ScheduledCounts(NamedTuple):
             self.work.wait()
             received = self.counts[:, dist.get_rank(self.group)]  # [ep, E / ep]
             rows_of_blocks = self.counts.sum(dim=2)  # [ep, ep]
-            return received, self.exchange.both_ways(rows_of_blocks.cpu().numpy())
+            return received, self.exchange.route(rows_of_blocks.cpu().numpy())
 
 
 class ScheduledExchange:
@@ -163,7 +163,7 @@ class ScheduledExchange:
     def equal_route(self, num_rows: int, group: ProcessGroup) -> Route:
         """Returns the route of rows of which every rank gets an equal share."""
         size = dist.get_world_size(group)
-        return self._exchange(group).both_ways(np.full((size, size), num_rows // size))
+        return self._exchange(group).route(np.full((size, size), num_rows // size))
 
     def _exchange(self, group: ProcessGroup) -> "ScheduledAllToAll":
         """Returns the all-to-all over a group; builds it at the first call."""
@@ -195,22 +195,14 @@ class ScheduledAllToAll:
         self._there = _OneWay(RankProgram(schedule, group, live_ranks=live_ranks))
         self._back = _OneWay(RankProgram(schedule.reversed(), group, live_ranks=live_ranks))
 
-    def both_ways(self, counts: IntArray) -> Route:
-        """Returns the route of blocks of <int64>[ep, ep] rows, and back."""
-        return (ScheduledStep(self.route(counts), self.route_back(counts)),)
-
-    def route(self, counts: IntArray) -> BlockRoute:
-        """Returns the exchange of blocks of some sizes.
+    def route(self, counts: IntArray) -> tuple[ScheduledStep]:
+        """Returns the route of blocks of some sizes, and back to their origin.
 
         Args:
             counts: <int64>[n, n] rows that each rank of the group sends to each other; the same on
                 all ranks.
         """
-        return self._there.route(counts)
-
-    def route_back(self, counts: IntArray) -> BlockRoute:
-        """Returns the exchange that returns all blocks of `route` to their origin."""
-        return self._back.route(counts.T)
+        return (ScheduledStep(self._there.route(counts), self._back.route(counts.T)),)
 
 
 class _OneWay:
