@@ -76,24 +76,16 @@ def test_images_reach_the_sparse_encoder_of_t5gemma2():
     assert outputs[0] != outputs[1]
 
 
-def test_the_command_upcycles_a_host(tmp_path):
+def test_the_command_cuts_the_experts_of_a_host_and_refuses_it_once_it_is_sparse(tmp_path):
     dense = dense_host("t5gemma")
     dense.save_pretrained(tmp_path / "dense")
     tokenizer().save_pretrained(tmp_path / "dense")
     arguments = ["--from", str(tmp_path / "dense"), "--experts", "3", "--granularity", "2"]
     main([*arguments, "--to", str(tmp_path / "sparse")])
-    report = json.loads((tmp_path / "sparse" / "surgery.json").read_text())
-    sizes = {name: (before, after) for name, before, after in report["sizes"]}
-    sparse = load_model(tmp_path / "sparse")
-    assert sizes["parameters"] == (dense.num_parameters(), sparse.num_parameters())
-    assert "load_model" in (tmp_path / "sparse" / "README.md").read_text()
     assert (tmp_path / "sparse" / "tokenizer.json").is_file()
-
     real = tiny_batch()["labels"] != -100
-    ours, theirs = sparse.eval()(**tiny_batch()).logits, dense(**tiny_batch()).logits
-    torch.testing.assert_close(ours[real], theirs[real], atol=1e-5, rtol=1e-5)
-
-    # Once more.
+    ours = load_model(tmp_path / "sparse")(**tiny_batch()).logits
+    torch.testing.assert_close(ours[real], dense(**tiny_batch()).logits[real], atol=1e-5, rtol=1e-5)
     with pytest.raises(ConfigError, match="sparse already"):
         main(["--from", str(tmp_path / "sparse"), "--to", str(tmp_path / "again")])
 

@@ -170,7 +170,7 @@ def _load_model(folder: Path, ranks: DataRanks, configured: ConfiguredModel) -> 
             options["config"] = config
         if dtype is not None:
             options["dtype"] = dtype
-        return load_model(folder, model_class=AutoModelForSeq2SeqLM, **options).eval().to(device)
+        return load_model(folder, device=device, model_class=AutoModelForSeq2SeqLM, **options)
 
     # Dispatch to slots would need batches of one shape on all ranks; rows route the same tokens to
     # the same experts.
