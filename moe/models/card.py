@@ -12,7 +12,6 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
-from moe.checks import check
 from moe.files import whole_file, write_text
 from moe.models.configuration import STMoEConfig
 from moe.sparse.all_routers import load_routers
@@ -21,6 +20,32 @@ from moe.sparse.stats import RouterStats
 CARD_NAME = "README.md"
 _GENERATES = "STMoEForConditionalGeneration"
 _TAGS = ("moe", "st-moe", "mixture-of-experts", "encoder-decoder")
+_ENCODING = """The library `moe` (distribution `stmoe`) is needed.
+
+```python
+from moe import {model_class}
+
+folder = "."  # or its name on the hub
+model = {model_class}.from_pretrained(folder)
+```
+"""
+_GENERATION = """The library `moe` (distribution `stmoe`) and a tokenizer beside the model are needed.
+
+```python
+from transformers import AutoTokenizer
+from moe import STMoEForConditionalGeneration
+
+folder = "."  # or its name on the hub
+model = STMoEForConditionalGeneration.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+batch = tokenizer(["Some text"], return_tensors="pt")
+print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=16)))
+```
+"""
+_UNDESCRIBED = (
+    "What it was trained on, and how good it is, this card does not know; whoever publishes it "
+    "should say so."
+)
 _SEAL = re.compile(r"\n<!-- Written by moe, ([0-9a-f]{16}): .* -->\n")
 
 
@@ -53,28 +78,20 @@ def model_card(
         metrics: Names on the hub.
         tags: Additional tags.
         stats: Statistics of the routers in an evaluation, by stack: `encoder`, `decoder`; see
-            `total_stats`.
+            `RouterStats.sum`.
         sections: Markdown by title, e.g. on training data and quality. Without them the card states
             that these are unknown.
     """
-    if parameters is None:
-        parameters = (config.num_parameters(), config.num_active_parameters())
-    total, active = parameters
+    total, active = parameters or (config.num_parameters(), config.num_active_parameters())
+    generates = model_class == _GENERATES
 
-    # The header, which the hub reads.
+    # The header, which the hub reads: its common entries, and parameters, capacity and drops.
     sparse_fields: dict[str, Any] = {}
     if config.num_experts:
-        if config.expert_capacity is None:
-            sparse_fields["capacity_factor"] = {
-                "training": config.capacity_factor,
-                "evaluation": config.eval_capacity_factor,
-            }
-        else:
-            sparse_fields["expert_capacity"] = config.expert_capacity
-        sparse_fields["drop_rate"] = _drop_rate(config, stats)
-
-    # In addition to the hub's common entries: parameters, capacity and drops.
-    generates = model_class == _GENERATES
+        factors = {"training": config.capacity_factor, "evaluation": config.eval_capacity_factor}
+        capacity = ("expert_capacity", config.expert_capacity)
+        name, value = capacity if config.expert_capacity else ("capacity_factor", factors)
+        sparse_fields = {name: value, "drop_rate": _drop_rate(config, stats)}
     header = ModelCardData(
         library_name="moe",
         license=license,
@@ -92,19 +109,21 @@ def model_card(
     rows = [
         ("class", f"`{model_class}` of the library `moe`"),
         ("parameters", f"{total:,}; a token uses {active:,}"),
-        *_backbone_rows(config),
+        *_table_rows(config, sparse_fields.get("drop_rate", 0)),
     ]
-    if config.num_experts:
-        rows += _sparse_rows(config, sparse_fields["drop_rate"])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-
     kind = "sparse" if config.num_experts else "dense"
-    title = f"# A {kind} encoder-decoder of {total:,} parameters\n"
-    parts = [f"\n{title}\n| | |\n|---|---|\n{table}\n", _how_to_use(model_class)]
-    parts += _sections(sections or {})
-    limits = _limits(config, is_described=bool(sections))
+    usage = _GENERATION if generates else _ENCODING.format(model_class=model_class)
+    parts = [
+        f"\n# A {kind} encoder-decoder of {total:,} parameters\n\n| | |\n|---|---|\n{table}\n",
+        f"## How to use\n\n{usage}",
+        *_sections(sections or {}),
+    ]
+    limits = _limits(config)
+    if not sections:
+        limits.insert(0, _UNDESCRIBED)
     if limits:
-        parts.append(limits)
+        parts.append("## Limits\n\n" + "".join(f"- {limit}\n" for limit in limits))
     body = "\n".join(parts)
     return _seal(ModelCard(f"---\n{header.to_yaml()}\n---\n{body}"))
 
@@ -160,13 +179,8 @@ def add_tags(folder: Path | str, tags: Sequence[str]) -> None:
     """Adds tags to the header of a folder's card."""
     path = Path(folder) / CARD_NAME
     card = read_card(path)
-    if card is None:
-        return
-
-    present = card.data.tags or []
-    new_tags = [tag for tag in tags if tag not in present]
-    if new_tags:
-        card.data.tags = [*present, *new_tags]
+    if card is not None and not set(tags) <= set(card.data.tags or []):
+        card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
         write_text(path, str(card))
 
 
@@ -223,9 +237,7 @@ def _belongs_to_user(path: Path) -> bool:
     if not path.exists():
         return False
     card = read_card(path)
-    if card is None:
-        return True
-    seal = _SEAL.search(card.text)
+    seal = _SEAL.search(card.text) if card else None
     if seal is None:
         return True
 
@@ -252,49 +264,45 @@ def _drop_rate(
     """Returns the fraction of tokens dropped in evaluation by stack, if known."""
     if not stats:
         return 0.0 if config.eval_capacity_field is None else "not measured"
-
-    are_stats = isinstance(stats, Mapping) and all(
-        isinstance(value, RouterStats) for value in stats.values()
-    )
-    check(are_stats, "stats of a card", stats, "RouterStats by stack: encoder, decoder")
-    fractions = {}
-    for stack, stack_stats in stats.items():
-        fractions[stack] = round(stack_stats.summary()["fraction_dropped"], 6)
-    return fractions
+    return {
+        stack: round(of_stack.summary()["fraction_dropped"], 6) for stack, of_stack in stats.items()
+    }
 
 
-def _backbone_rows(config: STMoEConfig) -> list[tuple[str, str]]:
-    """Returns the rows of the table that every model has."""
+def _table_rows(
+    config: STMoEConfig, drop_rate: float | str | dict[str, float]
+) -> list[tuple[str, str]]:
+    """Returns the rows of the table on the architecture."""
     activation = "GEGLU" if config.feed_forward_proj == "gated-gelu" else "ReLU"
     blocks = f"{config.num_layers} in the encoder, {config.num_decoder_layers} in the decoder"
     d_ff = f"d_ff {config.d_ff}"
     if config.expert_d_ff is not None:
         d_ff += f", of an expert {config.expert_d_ff}"
     width = f"d_model {config.d_model}, {d_ff} ({activation}), {config.num_heads} heads"
-    return [("blocks", blocks), ("width", width), ("vocabulary", f"{config.vocab_size:,}")]
+    rows = [("blocks", blocks), ("width", width), ("vocabulary", f"{config.vocab_size:,}")]
+    if not config.num_experts:
+        return rows
 
-
-def _sparse_rows(
-    config: STMoEConfig, drop_rate: float | str | dict[str, float]
-) -> list[tuple[str, str]]:
-    """Returns the rows of the table about sparse layers."""
     # Encoder and decoder may have different routers, or one of them no sparse layer.
     layers = []
     routers = []
     for stack, decoder in (("encoder", False), ("decoder", True)):
         _, num_sparse = config.stack_sizes(decoder)
         if num_sparse:
-            router = config.sparse_config(decoder=decoder).router
             layers.append(f"{num_sparse} in the {stack}")
-            routers.append(f"`{router}` in the {stack}")
+            routers.append(f"`{config.sparse_config(decoder=decoder).router}` in the {stack}")
 
-    experts = f"{experts_range(config)} in each, at most {config.num_selected_experts} for a token"
+    drops = "0, there is no capacity" if drop_rate == 0 else str(drop_rate)
+    if isinstance(drop_rate, dict):
+        drops = ", ".join(f"{100 * share:.2f} % in the {name}" for name, share in drop_rate.items())
+    num_selected = config.num_selected_experts
     return [
+        *rows,
         ("sparse layers", ", ".join(layers)),
-        ("experts", experts),
+        ("experts", f"{experts_range(config)} in each, at most {num_selected} for a token"),
         ("router", f"{', '.join(routers)}; computed in float32"),
-        ("capacity", f"{_capacity(config)}; `generate` drops nothing it decodes"),
-        ("tokens dropped in evaluation", _percentages(drop_rate)),
+        ("capacity", f"{describe_capacity(config)}; `generate` drops nothing it decodes"),
+        ("tokens dropped in evaluation", drops),
     ]
 
 
@@ -305,70 +313,28 @@ def experts_range(config: STMoEConfig) -> str:
     return f"{least} to {max(numbers)}" if len(set(numbers)) > 1 else str(least)
 
 
-def _capacity(config: STMoEConfig) -> str:
+def describe_capacity(config: STMoEConfig) -> str:
+    """Returns the capacity of an expert in training and evaluation as text."""
     if config.expert_capacity is not None:
         return f"{config.expert_capacity} slots of an expert in each {config.rules.capacity_scope}"
-    training = _factor(config.capacity_factor)
-    evaluation = _factor(config.eval_capacity_factor)
+    factors = (config.capacity_factor, config.eval_capacity_factor)
+    training, evaluation = ("none" if factor is None else f"{factor:g}" for factor in factors)
     return f"factor {training} in training, {evaluation} in evaluation"
 
 
-def _factor(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
-
-
-def _percentages(drop_rate: float | str | dict[str, float]) -> str:
-    """Returns a drop rate as text."""
-    if isinstance(drop_rate, dict):
-        parts = [f"{100 * share:.2f} % in the {stack}" for stack, share in drop_rate.items()]
-        return ", ".join(parts)
-    return "0, there is no capacity" if drop_rate == 0 else str(drop_rate)
-
-
-def _how_to_use(model_class: str) -> str:
-    """Returns the section with a snippet that runs in the card's folder."""
-    generates = model_class == _GENERATES
-    needs = "The library `moe` (distribution `stmoe`)"
-    needs += " and a tokenizer beside the model are needed." if generates else " is needed."
-
-    lines = [
-        f"from moe import {model_class}",
-        "",
-        'folder = "."  # or its name on the hub',
-        f"model = {model_class}.from_pretrained(folder)",
-    ]
-    if generates:
-        lines = [
-            "from transformers import AutoTokenizer",
-            *lines,
-            "tokenizer = AutoTokenizer.from_pretrained(folder)",
-            'batch = tokenizer(["Some text"], return_tensors="pt")',
-            "print(tokenizer.batch_decode(model.generate(**batch, max_new_tokens=16)))",
-        ]
-    return "\n".join(["## How to use", "", needs, "", "```python", *lines, "```", ""])
-
-
-def _limits(config: STMoEConfig, *, is_described: bool) -> str:
-    """Returns the section on limits; empty if there are none."""
+def _limits(config: STMoEConfig) -> list[str]:
+    """Returns what the output for a sequence may depend on."""
     limits = []
-    if not is_described:
-        limits.append(
-            "What it was trained on, and how good it is, this card does not know; whoever "
-            "publishes it should say so."
-        )
     if config.eval_capacity_field is not None:
         limits.append(
             "With a capacity in evaluation, what an encoder or a forward with labels makes of "
             "a sequence may depend on padding and on the other sequences of the batch; load it "
             "with `eval_capacity_factor=None, expert_capacity=None` to drop nothing."
         )
-    routers = {config.router, config.decoder_router} if config.num_experts else set()
-    for name in sorted(routers - {None}):
+    for name in sorted({layer.router for layer in config.all_sparse_configs()}):
         if load_routers().get(name).experts_choose:
             limits.append(
                 f"Router `{name}` compares the tokens of a batch: a sequence's output may depend "
                 "on the others."
             )
-    if not limits:
-        return ""
-    return "## Limits\n\n" + "".join(f"- {limit}\n" for limit in limits)
+    return limits

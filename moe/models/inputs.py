@@ -4,7 +4,6 @@ Types and shapes are always checked. Values are checked where that is free: in C
 compiling and tracing. Only masks of floating-point numbers make a GPU wait.
 """
 
-import math
 from collections.abc import Callable
 from inspect import signature
 from typing import Any, NoReturn
@@ -25,33 +24,22 @@ IGNORED_LABEL = -100
 _ID_DTYPES = (torch.int64, torch.int32)
 _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-_PACKING = "packed examples are told apart by segment_ids and decoder_segment_ids"
-_POSITIONS = f"positions follow from the order of the tokens, and {_PACKING}"
-_HEADS = "attention heads cannot be masked"
-_CAUSALITY = "the encoder sees all tokens, the decoder those before"
-_TOKEN_TYPES = (
-    "the model has no types of tokens; a tokenizer omits them with return_token_type_ids=False"
+_UNSUPPORTED_ARGUMENTS = (
+    "position_ids",
+    "decoder_position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "is_causal",
+    "token_type_ids",
+    "head_mask",
+    "decoder_head_mask",
+    "cross_attn_head_mask",
+    "shift_labels",
 )
-
-_UNSUPPORTED_ARGUMENTS = {
-    "position_ids": _POSITIONS,
-    "decoder_position_ids": _POSITIONS,
-    "cu_seq_lens_q": _PACKING,
-    "cu_seq_lens_k": _PACKING,
-    "max_length_q": _PACKING,
-    "max_length_k": _PACKING,
-    "seq_idx": _PACKING,
-    "is_causal": _CAUSALITY,
-    "token_type_ids": _TOKEN_TYPES,
-    "head_mask": _HEADS,
-    "decoder_head_mask": _HEADS,
-    "cross_attn_head_mask": _HEADS,
-    "shift_labels": "labels are not shifted; give them as labels",
-}
-"""Arguments of other models of transformers, and why these models lack them; None is accepted for any."""
-
-_IGNORED_ARGUMENTS = ("cache_position",)
-"""Arguments without effect, since they follow from others."""
+"""Arguments of other models of transformers, whose callers pass None for those not given."""
 
 
 # ---------------------------------------------------------------------------
@@ -66,22 +54,17 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
         forward: The method with that signature.
 
     Raises:
-        ConfigError: With the reason if models of transformers have the argument, else with the
-            closest name.
+        ConfigError: With the closest name.
     """
-    # Callers of transformers pass all of their arguments, with None for those not given.
     for name, value in further.items():
-        unsupported = name in _UNSUPPORTED_ARGUMENTS
-        if name in _IGNORED_ARGUMENTS or (unsupported and value is None):
+        # The position in the cache follows from the cache.
+        if name == "cache_position" or (name in _UNSUPPORTED_ARGUMENTS and value is None):
             continue
-        if unsupported:
-            raise ConfigError(
-                f"The model was given {name}, but {_UNSUPPORTED_ARGUMENTS[name]}. Leave it out."
-            )
         raise ConfigError(
             f"The model was given an argument {name!r}, which it does not "
             f"have.{did_you_mean(name, signature(forward).parameters)} Leave it out or correct "
-            "its name."
+            "its name. Packed examples are told apart by segment_ids and decoder_segment_ids; a tokenizer omits "
+            "types of tokens with return_token_type_ids=False."
         )
 
 
@@ -101,25 +84,19 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | N
     Raises:
         DataError: With the value and its position.
     """
-    is_label = ignored is not None
-    meaning = f"token ids, {ignored} for no target" if is_label else "token ids"
-    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES:
-        _refuse(name, ids, f"a tensor <int64>[batch, length] of {meaning}")
-    if ids.dim() != 2:
-        _refuse(name, ids, f"{meaning} of the shape [batch, length]")
-    if ids.shape[0] == 0 or ids.shape[1] == 0:
-        _refuse_empty(name, ids)
+    is_matrix = isinstance(ids, Tensor) and ids.dtype in _ID_DTYPES and ids.dim() == 2
+    if not is_matrix or ids.shape[0] == 0 or ids.shape[1] == 0:
+        _refuse(name, ids, "token ids <int64>[batch, length], at least one")
     if not can_read_values(ids):
         return
 
     # One pass over the values shows whether a search is needed.
-    known = ids.masked_fill(ids == ignored, 0) if is_label else ids
+    known = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
     least, most = known.aminmax()
     if int(least) < 0 or int(most) >= vocab_size:
         expected = (
-            f"{f'{ignored} for no target, or ' if is_label else ''}a token id from 0 to "
-            f"{vocab_size - 1}. Use the model's tokenizer, or enlarge the vocabulary with "
-            "resize_token_embeddings"
+            f"a token id from 0 to {vocab_size - 1}{'' if ignored is None else f', or {ignored} for no target'}. Use "
+            "the model's tokenizer, or enlarge the vocabulary with resize_token_embeddings"
         )
         _refuse_values(name, ids, (known < 0) | (known >= vocab_size), expected)
 
@@ -130,12 +107,11 @@ def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
     Raises:
         DataError: With the type and shape that were given.
     """
-    if not isinstance(vectors, Tensor) or vectors.dim() != 3 or not vectors.is_floating_point():
-        _refuse(name, vectors, f"floating point numbers [batch, length, {d_model}]")
-    if vectors.shape[-1] != d_model:
-        _refuse(name, vectors, f"vectors of d_model, {d_model} numbers")
-    if vectors.shape[0] == 0 or vectors.shape[1] == 0:
-        _refuse_empty(name, vectors)
+    are_vectors = isinstance(vectors, Tensor) and vectors.dim() == 3 and vectors.is_floating_point()
+    if not are_vectors or vectors.shape[-1] != d_model or 0 in vectors.shape[:2]:
+        _refuse(
+            name, vectors, f"floating point numbers [batch, length, {d_model}], d_model at the end"
+        )
 
 
 # ---------------------------------------------------------------------------
@@ -180,28 +156,16 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
     if mask is None:
         return None
 
-    batch, num_keys = shape
-    # One value for each token: masks of pairs of tokens raise an error that says why.
-    if not isinstance(mask, Tensor) or mask.is_complex():
-        _refuse(name, mask, f"a mask [{batch}, {num_keys}], 1 for a token and 0 for padding")
-    if mask.dim() != 2:
-        _refuse(
-            name,
-            mask,
-            f"a mask [{batch}, {num_keys}], one value for each token and not for each pair: "
-            "it also says which tokens the experts see. The decoder is causal by itself, and "
-            f"{_PACKING}",
-        )
-
     # Compared one by one: in a compiled graph, `in` does not find a dynamic size in a tuple.
-    if mask.shape[0] != batch or mask.shape[1] != num_keys:
-        _refuse(
-            name,
-            mask,
-            f"a mask [{batch}, {num_keys}], one row for each sequence and one column for each "
-            "key: all tokens of this call and, with a cache, of earlier ones; with a static "
-            "cache all of its positions",
+    batch, num_keys = shape
+    is_mask = isinstance(mask, Tensor) and not mask.is_complex() and mask.dim() == 2
+    if not is_mask or mask.shape[0] != batch or mask.shape[1] != num_keys:
+        expected = (
+            f"a mask [{batch}, {num_keys}], 1 for a token and 0 for padding: one row for each sequence and one column "
+            "for each key, with a cache also of earlier calls, with a static cache all of its positions. There is none "
+            "for each pair of tokens; packed examples are told apart by segment_ids and decoder_segment_ids"
         )
+        _refuse(name, mask, expected)
 
     _check_ones_and_zeros(name, mask)
     return mask.bool()
@@ -329,26 +293,16 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
         DataError: When it is not a number, or not above 0 although there are targets.
     """
     expected = "the number of targets of the whole batch, an integer above 0"
-    if isinstance(num_items, Tensor):
-        is_real = not num_items.is_complex() and num_items.dtype != torch.bool
-        is_number = num_items.numel() == 1 and is_real
-        is_known = is_number and can_read_values(num_items)
-    else:
-        is_number = is_kind(num_items, int)
-        is_known = is_number
+    is_tensor = isinstance(num_items, Tensor)
+    is_number = num_items.numel() == 1 if is_tensor else is_kind(num_items, int)
     if not is_number:
         _refuse("num_items_in_batch", num_items, expected)
 
     # The losses are divided by it.
-    if is_known:
-        value = float(num_items)
+    if not is_tensor or can_read_values(num_items):
         without_target = can_read_values(labels) and not (labels != IGNORED_LABEL).any()
-        is_divisor = value > 0 or (value == 0 and without_target)
-        if not math.isfinite(value) or not is_divisor:
-            raise DataError(
-                f"num_items_in_batch is {value:g}; expected {expected}: the losses are divided "
-                "by it."
-            )
+        if not (num_items > 0 or (num_items == 0 and without_target)):
+            _refuse("num_items_in_batch", float(num_items), expected)
     return torch.as_tensor(num_items, device=labels.device).reshape(())
 
 
@@ -358,17 +312,15 @@ def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
     Raises:
         DataError: When it is something else, or there are labels, each of which needs its logits.
     """
-    # Indices, or a number of last positions.
     if isinstance(logits_to_keep, Tensor):
         is_selection = logits_to_keep.dim() == 1 and logits_to_keep.dtype in _ID_DTYPES
-        keeps_all = False
     else:
         is_selection = is_kind(logits_to_keep, int) and logits_to_keep >= 0
-        keeps_all = logits_to_keep == 0
-
     if not is_selection:
         expected = "a number of last positions, 0 for all, or indices <int64>[positions]"
         _refuse("logits_to_keep", logits_to_keep, expected)
+
+    keeps_all = not isinstance(logits_to_keep, Tensor) and logits_to_keep == 0
     if labels is not None and not keeps_all:
         raise DataError(
             "logits_to_keep and labels were both given, but the loss needs the logits of every "
@@ -387,21 +339,9 @@ def _refuse_values(name: str, tensor: Tensor, invalid: Tensor, expected: str) ->
     raise DataError(f"{name} holds {value} at {position}; expected {expected}.")
 
 
-def _refuse_empty(name: str, tensor: Tensor) -> NoReturn:
-    raise DataError(
-        f"{name} is empty, {list(tensor.shape)}; expected at least one sequence of at least "
-        "one token."
-    )
-
-
 def _refuse(name: str, value: Any, expected: str) -> NoReturn:
     """Raises a DataError with the given and the expected value."""
+    given = f"{' '.join(shown(value).split())} ({type(value).__name__})"
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        given = f"a tensor <{dtype}>{list(value.shape)}"
-    elif value is None:
-        given = "None"
-    else:
-        text = " ".join(shown(value).split())
-        given = f"{text} ({type(value).__name__})"
+        given = f"a tensor <{str(value.dtype).removeprefix('torch.')}>{list(value.shape)}"
     raise DataError(f"{name} is {given}; expected {expected}.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from moe.checks import check_flag, check_integer, check_number
+from moe.checks import check_integer, check_number
 from moe.errors import ConfigError, did_you_mean
 from moe.kernels.quantized_weight import FIXED
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -63,22 +63,11 @@ class Selection(NamedTuple):
     trainable: dict[str, int]
     total: dict[str, int]
 
-    @property
-    def num_trainable(self) -> int:
-        """Number of trainable parameters."""
-        return sum(self.trainable.values())
-
-    @property
-    def num_total(self) -> int:
-        """Number of parameters."""
-        return sum(self.total.values())
-
     def __str__(self) -> str:
-        share = self.num_trainable / self.num_total
-        lines = [
-            f"{self.subset}: {self.num_trainable:,} of {self.num_total:,} parameters train "
-            f"({share:.1%})"
-        ]
+        num_trainable = sum(self.trainable.values())
+        num_total = sum(self.total.values())
+        share = f"{num_trainable / num_total:.1%}"
+        lines = [f"{self.subset}: {num_trainable:,} of {num_total:,} parameters train ({share})"]
 
         # One line for each kind, with the numbers aligned.
         width = len(f"{max(self.total.values()):,}")
@@ -175,14 +164,6 @@ def check_subset(subset: str) -> None:
 # ---------------------------------------------------------------------------
 # Adapters
 
-_IGNORED_BY_EXPERTS = (
-    "use_dora",
-    "lora_bias",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-)
-
 
 def lora_config(
     model: nn.Module,
@@ -211,12 +192,12 @@ def lora_config(
         attention: Whether queries, keys, values and outputs of all attention get them.
         rank: Inner width; more trains more parameters.
         alpha: The adapters' product is scaled by alpha / rank.
-        options: Further fields of `peft.LoraConfig`.
+        options: Further fields of `peft.LoraConfig`. PEFT applies few of them to the stacked
+            parameters of experts, e.g. neither `use_dora` nor `lora_dropout`.
 
     Raises:
-        ConfigError: When peft is not installed, the model has no such parts, no adapters are
-            requested, the rank is below 1, or an option is unknown to peft, given by the arguments
-            above, or does not work on experts.
+        ConfigError: When peft is not installed, the model has no experts, the rank is below 1, or an
+            option is unknown to peft or given by the arguments above.
     """
     try:
         from peft import LoraConfig
@@ -225,19 +206,8 @@ def lora_config(
             "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
         ) from error
 
-    # Options that PEFT would silently ignore raise an error.
-    check_flag("experts", experts)
-    check_flag("attention", attention)
     check_integer("rank", rank, least=1)
     check_number("alpha", alpha, above=0)
-    if "target_modules" in options:
-        raise ConfigError(
-            f"lora_config was given target_modules {options['target_modules']!r}, but selects modules with experts "
-            "and attention. For some projections only, make a peft.LoraConfig with the names of this library: T5's "
-            "q, k, v and o are q_proj, k_proj, v_proj and o_proj here; wi and wo are up_proj and down_proj."
-        )
-    if experts:
-        _check_options_of_experts(options)
     if isinstance(model, STMoEForConditionalGeneration):
         options = {"task_type": "SEQ_2_SEQ_LM", **options}
     if not isinstance(model, STMoEPreTrainedModel):
@@ -260,10 +230,6 @@ def lora_config(
         raise ConfigError(
             "lora_config got experts=True, but the model is dense. Pass experts=False."
         )
-    if not (experts or attention):
-        raise ConfigError(
-            "lora_config got experts=False and attention=False; expected at least one of them to be True."
-        )
     try:
         return LoraConfig(
             r=rank,
@@ -274,24 +240,6 @@ def lora_config(
         )
     except TypeError as error:
         raise ConfigError(f"{error}. peft.LoraConfig lists the options.") from error
-
-
-def _check_options_of_experts(options: dict[str, Any]) -> None:
-    """Raises a ConfigError for an option that does not work on stacked parameters."""
-    # PEFT applies these to modules only, and stacked parameters are not modules.
-    ignored = [name for name in _IGNORED_BY_EXPERTS if options.get(name)]
-    if ignored:
-        settings = ", ".join(f"{name} {options[name]!r}" for name in ignored)
-        raise ConfigError(
-            f"{settings}: PEFT ignores this for the stacked parameters of experts. Leave it out, or pass "
-            "experts=False."
-        )
-    if options.get("lora_dropout"):
-        raise ConfigError(
-            f"lora_dropout is {options['lora_dropout']}, but adapters of experts are added to "
-            "the weights and cannot drop inputs. Set it to 0 and use the model's "
-            "expert_dropout_rate, or pass experts=False."
-        )
 
 
 class AdapterMemory(NamedTuple):

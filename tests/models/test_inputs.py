@@ -28,7 +28,6 @@ def with_value(value: int) -> torch.Tensor:
 
 
 ONE_MASK = {"attention_mask": ONES[:1]}
-LONG_MASK = {"decoder_attention_mask": torch.ones(2, 7)}
 SHORT_MASK = {"decoder_attention_mask": ONES[:, :3], "past_key_values": DynamicCache()}
 FEW_LABELS = {"decoder_input_ids": IDS, "labels": IDS[:, :3]}
 NARROW = {"input_ids": None, "inputs_embeds": VECTORS[..., :28]}
@@ -37,37 +36,26 @@ REFUSED = [
     ({"input_ids": with_value(131)}, r"input_ids holds 131 at \[1, 3\].* from 0 to 130"),
     ({"input_ids": IDS.float()}, r"input_ids is a tensor <float32>\[2, 5\]"),
     ({"input_ids": IDS.tolist()}, r"input_ids is \[\[7, 7.* \(list\)"),
-    ({"input_ids": IDS[0]}, r"<int64>\[5\]; .* \[batch, length\]"),
-    ({"input_ids": IDS[:0]}, r"input_ids is empty, \[0, 5\]"),
-    ({"labels": IDS[:, :0]}, r"labels is empty, \[2, 0\]"),
-    ({"labels": None, "decoder_input_ids": with_value(131)}, "decoder_input_ids holds 131"),
+    ({"input_ids": IDS[:0]}, r"input_ids .*\[0, 5\]; .* at least one"),
     ({"labels": with_value(-1)}, r"labels holds -1 at \[1, 3\].* -100 for no target"),
     (FEW_LABELS, r"labels is \[2, 3\]"),
     ({"input_ids": None}, "neither were given"),
     ({"inputs_embeds": VECTORS}, "both were given"),
-    (NARROW, "d_model, 29"),
+    (NARROW, r"inputs_embeds .*\[2, 5, 28\]; .* 29"),
     ({"attention_mask": ADDITIVE}, r"attention_mask holds -inf at \[0, 3\].*\(mask == 0\)"),
-    ({"attention_mask": IDS}, r"attention_mask holds 7 at \[0, 0\]"),
-    ({"attention_mask": ONES * float("nan")}, "attention_mask holds nan"),
-    ({"attention_mask": ONES[:, :4]}, r"\[2, 4\]; expected a mask \[2, 5\], .* one column"),
-    (ONE_MASK, r"attention_mask .*\[1, 5\]; expected a mask \[2, 5\], one row"),
-    (LONG_MASK, r"decoder_attention_mask .*\[2, 7\]; expected a mask \[2, 5\]"),
+    (ONE_MASK, r"attention_mask .*\[1, 5\]; expected a mask \[2, 5\]"),
     (SHORT_MASK, r"decoder_attention_mask .*\[2, 3\]; expected a mask \[2, 5\]"),
-    ({"attention_mask": torch.ones(2, 1, 5, 5)}, "not for each pair.*segment_ids"),
+    ({"attention_mask": torch.ones(2, 1, 5, 5)}, "none for each pair.*segment_ids"),
     ({"segment_ids": IDS[:, :4]}, "segment_ids is .* one number for each token"),
-    ({"decoder_segment_ids": ONES}, "decoder_segment_ids is a tensor <float32>"),
     ({"encoder_outputs": (None,)}, r"encoder_outputs is \(None,\) \(tuple\)"),
     ({"encoder_outputs": (torch.ones(3, 5, 29),)}, "decoder has 2 seq.* the encoder 3"),
     ({"past_key_values": ((ONES,),)}, "past_key_values is .*expected a cache"),
     ({"num_items_in_batch": 0}, "num_items_in_batch is 0"),
-    ({"num_items_in_batch": True}, r"num_items_in_batch is True \(bool\)"),
     ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch .* <float32>\[2\]"),
     (NEGATIVE, "logits_to_keep is -1"),
     ({"logits_to_keep": 2}, "logits_to_keep and labels were both given"),
     ({"lables": IDS}, "'lables'.*'labels'"),
-    ({"position_ids": IDS}, "position_ids, .* segment_ids.* Leave it out"),
-    ({"token_type_ids": IDS}, "return_token_type_ids=False"),
-    ({"head_mask": ONES}, "heads cannot be masked"),
+    ({"position_ids": IDS}, "'position_ids'.* segment_ids"),
 ]
 
 
