@@ -168,9 +168,9 @@ class HostSettings:
 def _without_earlier_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns saved settings with the convention that earlier versions wrote as several fields."""
     settings = dict(saved)
-    saved_layer: Any = settings.get("layer")
-    check(isinstance(saved_layer, Mapping), "layer", saved_layer, "fields of SparseConfig")
-    layer: dict[str, Any] = dict(saved_layer)
+    given = settings.get("layer", {})
+    check(isinstance(given, Mapping), "layer", given, "fields of SparseConfig")
+    layer: dict[str, Any] = dict(given)
     if "router_loss_reduction" in settings:
         layer["router_loss_reduction"] = settings.pop("router_loss_reduction")
     convention = take_convention(layer)

@@ -13,7 +13,6 @@ from transformers.utils.logging import get_logger, warning_once
 from moe.distributed.collectives import is_rank_zero
 from moe.kernels.expert_weights import is_quantized
 from moe.kernels.torch_private import is_plain
-from moe.models.attention import Attention, Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.sparse.experts import Experts
@@ -130,23 +129,17 @@ def warn_of_plain_weights(model: PreTrainedModel) -> None:
     """Warns of the weights that a quantiser skipped, if any.
 
     Quantisers replace linear modules, but experts are stacked parameters: nearly all of a large
-    model. Some replace modules of the class nn.Linear alone, of which there are none.
+    model.
     """
-    attention = next(module for module in model.modules() if isinstance(module, Attention))
     total = sum(parameter.numel() for parameter in model.parameters())
     plain = 0
     for module in model.modules():
         if isinstance(module, Experts):
             plain += sum(weight.numel() for weight in module.parameters() if _is_plain(weight))
 
-    skipped = f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%})."
-    if isinstance(attention.q_proj, Projection) and _is_plain(attention.q_proj.weight):
-        skipped = (
-            "Nothing was quantized: 100 % of the parameters are floats. This quantizer replaces modules of the "
-            "class nn.Linear alone; projections here are of a subclass, and experts are stacked parameters."
-        )
-    elif not plain:
+    if not plain:
         return
+    skipped = f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%})."
     warnings.warn(
         f"{skipped} `stmoe quantize` quantizes the experts. torchao reaches them by name, with the linear modules: "
         "FqnToConfig({'re:.*_proj': config}), inside TorchAoConfig for from_pretrained, or with filter_fn=None for "

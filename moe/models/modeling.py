@@ -15,10 +15,10 @@ from transformers import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from moe.checks import check, shown
+from moe.checks import check
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import refuse_loss_of_a_rank
-from moe.errors import ConfigError, DataError
+from moe.errors import ConfigError
 from moe.kernels.torch_private import is_exporting
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
@@ -50,18 +50,6 @@ from moe.models.outputs import (
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals
-
-_GENERATION_OF_DECODERS = {
-    "token_healing": (
-        (None, False),
-        "it needs a tokenizer with a token for the beginning of a text, which encoder-decoders lack",
-    ),
-    "guidance_scale": (
-        (None, 1),
-        "an encoder-decoder would be called without the decoder's inputs",
-    ),
-}
-"""Settings of generation that transformers has for decoders only: the values that work, and why."""
 
 _ARGUMENTS_OF_GENERATE = ("tokenizer", "assistant_tokenizer")
 """Arguments of `generate` that no step of it needs."""
@@ -400,11 +388,6 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         self._refuse_replica()
         if labels is None and num_items_in_batch is not None and self.training:
             refuse_missing_labels(self.config, decoder_masked=decoder_attention_mask is not None)
-        if loss_counts is not None and num_items_in_batch is not None:
-            raise DataError(
-                "loss_counts and num_items_in_batch were both given, but both set the divisor of the losses. Remove "
-                "one of them."
-            )
         check_logits_to_keep(logits_to_keep, labels)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
 
@@ -519,32 +502,14 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """Returns generated tokens, or transformers' record of them, as in transformers.
 
         Raises:
-            ConfigError: When the routers' logits are requested, which that record cannot hold, or
-                features that transformers has for decoders only: token healing and guidance.
+            ConfigError: When the routers' logits are requested, which that record cannot hold.
         """
-        defaults = kwargs.get("generation_config") or self.generation_config
-        for name, (working, reason) in _GENERATION_OF_DECODERS.items():
-            value = kwargs.get(name, getattr(defaults, name, None))
-            if value not in working:
-                raise ConfigError(f"{name} is {shown(value)}, but {reason}. Leave it out.")
         if kwargs.setdefault("output_router_logits", False):
             raise ConfigError(
                 "output_router_logits is not supported by generate(). Remove it; to see how the generated tokens are "
                 "routed, pass them to the model as decoder_input_ids with decoder_drop_tokens=False."
             )
         return cast(Any, super()).generate(*args, **kwargs)
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises for continuous batching, which `generate_batch` and its context managers start.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(
-            "Continuous batching (generate_batch) is not supported: transformers' scheduler packs prompts for a "
-            "decoder alone and cannot hold encoder outputs. Use moe.BatchGenerator, or call generate() with a "
-            "padded batch."
-        )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the arguments of a decoding step, which drops no token of the decoder.

@@ -1,6 +1,5 @@
 """The base of all models: loading, saving, initialisation, activation checkpointing."""
 
-import copy
 import os
 import tempfile
 from collections.abc import Mapping
@@ -41,7 +40,7 @@ from moe.models.checkpoint_formats import (
     read_json_object,
 )
 from moe.models.configuration import STMoEConfig
-from moe.models.model_warnings import warn_of_plain_experts, warn_of_plain_weights
+from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
     check_files,
@@ -131,19 +130,6 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     # False on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True
 
-    @property
-    def qconfig(self) -> None:
-        """None; torch.ao sets it before it replaces modules of the class nn.Linear by dynamic ones."""
-
-    @qconfig.setter
-    def qconfig(self, qconfig: object) -> None:
-        """Warns that torch.ao will replace nothing here."""
-        warn_of_plain_weights(self)
-
-    @qconfig.deleter
-    def qconfig(self) -> None:
-        """Does nothing: torch.ao removes it at its end."""
-
     def argument_or_config(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""
         return bool(getattr(self.config, name) if argument is None else argument)
@@ -168,20 +154,6 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         for module in self.modules():
             if isinstance(module, SparseFeedForward):
                 module.config = replace(module.config, dispatch=self.config.dispatch)
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
-    ) -> nn.Embedding:
-        """Returns the embedding with another number of rows; see `PreTrainedModel`.
-
-        Raises:
-            ConfigError: When there are too many, or the special tokens would be outside.
-        """
-        if new_num_tokens is not None:
-            resized = copy.copy(self.config)
-            resized.vocab_size = new_num_tokens
-            resized.validate()
-        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
         """Tells the layers which ranks have the other experts, heads and hidden units."""
@@ -297,13 +269,6 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         **kwargs: Any,
     ) -> Any:
         """Returns the model of a checkpoint in another format; see `from_pretrained`."""
-        for name in ("variant", "key_mapping", "state_dict"):
-            if kwargs.get(name) is not None:
-                raise ConfigError(
-                    f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of another "
-                    f"library, which is converted. Leave {name} out."
-                )
-
         # The dtype is an argument for the weights, not a field of the config.
         options = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
         dtypes = {name: options.pop(name) for name in _DTYPES if name in options}

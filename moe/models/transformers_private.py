@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -210,14 +209,9 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
         distributed: transformers' DistributedConfig.
 
     Raises:
-        ConfigError: For another axis than `tp`, a plan by the user, quantized experts, or a number
-            of ranks that does not divide the heads and hidden units.
+        ConfigError: For another axis than `tp`, quantized experts, or a number of ranks that does not
+            divide the heads and hidden units.
     """
-    if find_spec("transformers.distributed.parallel_utils") is None:
-        raise ConfigError(
-            "Tensor parallelism by transformers needs a newer version of it, such as 5.23. "
-            "Update it, or use moe.shard_model(model, moe.build_mesh(...))."
-        )
     refuse_quantized(config, "sharded over ranks")
     for name in _OTHER_AXES:
         size = getattr(distributed, name, None)
@@ -226,12 +220,6 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
                 f"distributed_config has {name} {size}, but only tp_size is supported here. For expert parallelism, "
                 "FSDP or combinations, use moe.shard_model(model, moe.build_mesh(...))."
             )
-    if isinstance(distributed.tp_plan, dict):
-        raise ConfigError(
-            "distributed_config has its own tp_plan, but the layers expect the shards of the model's plan. Give "
-            "tp_size alone, or tp_plan='auto'."
-        )
-
     # Every rank holds a part of each expert, so their number does not matter.
     tp = distributed.tp_size
     d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)

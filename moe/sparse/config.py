@@ -58,7 +58,7 @@ class Rules:
 # In Flaxformer padding is routed like any token by default; to reproduce this, give its layers no
 # token mask. In Mesh-TensorFlow padding is not routed, but its groups count: the balance loss is
 # `reduce_mean` over all of them.
-CONVENTIONS: Mapping[str, Rules] = {
+CONVENTIONS: Mapping[Convention, Rules] = {
     "ours": Rules(),
     "mesh_tensorflow": Rules(
         balance_over="all_positions",
@@ -100,7 +100,7 @@ _EARLIER_FIELDS = (
 )
 
 
-def take_convention(settings: dict[str, Any]) -> str | None:
+def take_convention(settings: dict[str, Any]) -> Convention | None:
     """Removes the fields that `convention` replaced from settings of an earlier version.
 
     Returns:
@@ -126,7 +126,7 @@ def take_convention(settings: dict[str, Any]) -> str | None:
 _OURS = CONVENTIONS["ours"]
 
 
-def earlier_options(router: str, convention: str) -> dict[str, Any]:
+def earlier_options(router: str, convention: Convention) -> dict[str, Any]:
     """Returns our defaults of the options that a convention sets, which earlier files leave out."""
     defaults = ROUTERS.get(router).Options()
     options = CONVENTIONS[convention].router_options

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from moe.checks import check, shown
 from moe.errors import ConfigError, DataError
@@ -145,31 +145,23 @@ def _check_plan(key: LayerKey, edited: DispatchPlan, plan: DispatchPlan, num_exp
         raise DataError(f"An edit returned {shown(edited)} {advice}.")
 
     # The same tokens, and each choice described in full.
-    tokens = plan.token_mask.shape
     choices = edited.expert_index.shape
     of_choices = (edited.slot, edited.accepted, edited.combine_weight, edited.requested)
     has_shapes = all(tensor.shape == choices for tensor in of_choices)
-    if not has_shapes or choices[:2] != tokens or edited.token_mask.shape != tokens:
-        raise DataError(
-            f"An edit returned choices of shape {tuple(choices)} for {tuple(tokens)} tokens {advice}."
-        )
+    if not has_shapes or choices[:2] != plan.token_mask.shape:
+        raise DataError(f"An edit returned choices of shape {tuple(choices)} {advice}.")
 
     # Values are read only where this does not wait for a device.
     if not can_read_values(edited.expert_index):
         return
-    accepted = edited.accepted
-    experts = edited.expert_index[accepted]
+    experts = edited.expert_index[edited.accepted]
     if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < num_experts:
         raise DataError(
             f"An edit chose expert {int(experts.min())} to {int(experts.max())} of {num_experts} {advice}."
         )
-    if _any(accepted & ~plan.token_mask[..., None]):
+    if bool((edited.accepted & ~plan.token_mask[..., None]).any()):
         raise DataError(f"An edit sent padding to an expert {advice}. Keep accepted & token_mask.")
-    if _any(edited.combine_weight.detach().masked_fill(accepted, 0) != 0):
+    if bool((edited.combine_weight.detach().masked_fill(edited.accepted, 0) != 0).any()):
         raise DataError(
             f"An edit gave a weight to a choice that is not accepted {advice}. Multiply by accepted."
         )
-
-
-def _any(condition: Tensor) -> bool:
-    return bool(condition.any())

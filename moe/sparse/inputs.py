@@ -15,6 +15,7 @@ from moe.kernels.torch_private import is_plain
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MASKS = (*_FLOATS, *_INTEGERS, torch.bool)
 _MASK_ADVICE = "Give a bool mask, True for real tokens and False for padding"
 
 
@@ -38,27 +39,17 @@ def check_inputs(
     Raises:
         DataError: When one is not a tensor, or has another shape or dtype.
     """
-    # x itself: three dimensions, the last as wide as the layer.
-    _check_tensor("x", x)
-    if x.dim() != 3 or x.shape[-1] != d_model:
+    shape = getattr(x, "shape", ())
+    if len(shape) != 3 or shape[-1] != d_model or x.dtype not in _FLOATS:
         raise DataError(
-            f"The sparse layer got x of shape {list(x.shape)}; expected [B, L, {d_model}] (batch, length, d_model). "
-            "Reshape the input, or build the layer with its width."
+            f"The sparse layer got x {_described(x)}; expected floats [B, L, {d_model}] (batch, length, d_model), "
+            "not token ids."
         )
-    _check_floating("x", x)
 
-    # Inputs other than x have one value, or one embedding, for each of its tokens.
-    _check_by_token("token_mask", token_mask, x, x.shape[:2], "value")
-    _check_by_token("token_ids", token_ids, x, x.shape[:2], "value")
-    embedding = f"embedding of {x.shape[2]} numbers"
-    _check_by_token("word_embeddings", word_embeddings, x, x.shape, embedding)
-
-    if token_ids is not None and token_ids.dtype not in _INTEGERS:
-        raise DataError(
-            f"token_ids have dtype {token_ids.dtype}; expected integers, the ids of a vocabulary."
-        )
-    if word_embeddings is not None:
-        _check_floating("word_embeddings", word_embeddings)
+    # The others have one value, or one embedding, for each token of x.
+    _check_by_token("token_mask", token_mask, x, shape[:2], _MASKS)
+    _check_by_token("token_ids", token_ids, x, shape[:2], _INTEGERS)
+    _check_by_token("word_embeddings", word_embeddings, x, shape, _FLOATS)
 
 
 def to_bool_mask(token_mask: Tensor) -> Tensor:
@@ -74,9 +65,6 @@ def to_bool_mask(token_mask: Tensor) -> Tensor:
     """
     if token_mask.dtype == torch.bool:
         return token_mask
-    if token_mask.dtype not in (*_INTEGERS, *_FLOATS):
-        raise DataError(f"token_mask has dtype {token_mask.dtype}. {_MASK_ADVICE}.")
-
     if can_read_values(token_mask):
         _refuse_additive_mask(token_mask)
     return token_mask > 0
@@ -105,33 +93,25 @@ def can_read_values(x: Tensor) -> bool:
     return x.device.type == "cpu" and is_plain(x)
 
 
-def _check_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise DataError(f"{name} is {shown(value)}; expected a tensor.")
-
-
 def _check_by_token(
-    name: str, value: Tensor | None, x: Tensor, shape: torch.Size, what: str
+    name: str, value: Tensor | None, x: Tensor, shape: torch.Size, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Raises a DataError unless an input, if given, is a tensor with the shape that x requires."""
+    """Raises a DataError unless an input, if given, has the shape and device that x requires."""
     if value is None:
         return
-
-    _check_tensor(name, value)
+    if getattr(value, "shape", None) != shape or value.dtype not in dtypes:
+        kinds = "integers" if dtypes is _INTEGERS else "numbers"
+        raise DataError(
+            f"{name} is {_described(value)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens; expected "
+            f"{kinds} {list(shape)}."
+        )
     if value.device != x.device:
         raise DataError(
             f"{name} is on {value.device}, but x is on {x.device}. Move it there: {name}.to(x.device)."
         )
-    if value.shape != shape:
-        raise DataError(
-            f"{name} has shape {list(value.shape)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens. "
-            f"Give one {what} for each token."
-        )
 
 
-def _check_floating(name: str, value: Tensor) -> None:
-    if value.dtype not in _FLOATS:
-        raise DataError(
-            f"{name} has dtype {value.dtype}; expected floats of 16 bits or more. Give hidden states or embeddings, "
-            "not token ids, and convert whole numbers with .float()."
-        )
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return shown(value)
+    return f"of dtype {value.dtype} and shape {list(value.shape)}"

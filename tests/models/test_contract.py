@@ -11,7 +11,6 @@ from transformers import (
     AutoModelForTextEncoding,
     DynamicCache,
     EncoderDecoderCache,
-    GenerationConfig,
     PreTrainedTokenizerFast,
     pipeline,
 )
@@ -141,22 +140,6 @@ def test_generation_takes_the_tokenizer_of_its_stop_strings(tokenizer):
     stopped = model.generate(ids, **stopping)
     assert torch.equal(stopped[0], free[0, : first + 1])
     assert model.generate(ids, **stopping, num_beams=2).shape[0] == 1
-
-
-def test_what_transformers_has_for_decoders_alone_is_refused_in_words_of_ours():
-    model, ids = tiny_model(), tiny_batch()["input_ids"]
-    for name, value in {"guidance_scale": 1.5, "token_healing": True}.items():
-        settings = GenerationConfig(**{name: value})
-        for arguments in ({name: value}, {"generation_config": settings}):
-            with pytest.raises(ConfigError, match=f"{name} is"):
-                model.generate(ids, **arguments)
-    with pytest.raises(ValueError, match=r"quantized cache"):
-        model.generate(ids, cache_implementation="quantized", max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"not used by the model.*max_new_token"):
-        model.generate(ids, max_new_token=3)
-    model.generate(ids, guidance_scale=1, cache_implementation="dynamic", max_new_tokens=2)
-    with pytest.raises(ConfigError, match=r"generate_batch\).*moe.BatchGenerator"):
-        model.generate_batch(ids.tolist(), max_new_tokens=3)
 
 
 def test_a_short_decoder_mask_means_the_same_as_in_t5():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe import ConfigError, DataError
+from moe import ConfigError
 from tests.models.tiny import tiny_batch, tiny_model
 
 HEAVY = {"load_balance_loss_weight": 3.0, "router_z_loss_weight": 2.0, "z_loss_weight": 0.5}
@@ -112,9 +112,3 @@ def test_a_training_step_whose_labels_the_trainer_took_away_is_refused():
         weightless(**batch, num_items_in_batch=7)
     mask = torch.ones_like(batch["decoder_input_ids"])
     assert weightless(**batch, decoder_attention_mask=mask, num_items_in_batch=7).loss is None
-
-
-def test_two_kinds_of_divisors_at_once_are_refused():
-    model, batch = heavy_model(), tiny_batch()
-    with pytest.raises(DataError, match="Remove one of them"):
-        model(**batch, num_items_in_batch=7, loss_counts=model.loss_counts(batch))

@@ -29,24 +29,6 @@ def test_experts_that_a_quantiser_left_are_counted(recwarn):
         warn_of_plain_experts(model)
 
 
-def test_a_quantiser_that_changes_nothing_is_told_apart():
-    """bitsandbytes replaces modules of the class nn.Linear itself, and so does torch.ao."""
-    model = tiny_model()
-    assert not any(type(module) is nn.Linear for module in model.modules())
-    model.hf_quantizer = SimpleNamespace()
-    message = "Nothing was quantized: 100 %.*`stmoe quantize`"
-    with pytest.warns(UserWarning, match=message):
-        warn_of_plain_experts(model)
-
-
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
-def test_dynamic_quantization_of_torch_says_that_it_changes_nothing():
-    model = tiny_model()
-    with pytest.warns(UserWarning, match="Nothing was quantized: 100 %.*`stmoe quantize`"):
-        left = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
-    assert torch.equal(left(**tiny_batch()).logits, model(**tiny_batch()).logits)
-
-
 def test_quantised_experts_that_transformers_lets_train_are_constants_after_loading():
     model = quantize_by_hand(tiny_model(), Int8Weight, {"gate_up_proj", "down_proj"})
     weights = [layer.experts.down_proj for layer in model.sparse_layers()]

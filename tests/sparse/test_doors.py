@@ -125,17 +125,18 @@ FLOAT8 = torch.float8_e4m3fn
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"x": zeros(13, 7)}, r"x of shape \[13, 7\]; expected \[B, L, 7\]"),
-        ({"x": None}, "x is None; expected a tensor"),
-        ({"x": zeros(2, 3, 7).long()}, "x has dtype torch.int64"),
-        ({"x": zeros(2, 3, 7).to(FLOAT8)}, "x has dtype torch.float8_e4m3fn"),
+        ({"x": zeros(13, 7)}, r"x .*shape \[13, 7\]; expected floats \[B, L, 7\]"),
+        ({"x": None}, "x None; expected floats"),
+        ({"x": zeros(2, 3, 7).long()}, "x of dtype torch.int64"),
         ({"x": zeros(2, 3, 7).to("meta")}, "x is on meta, but the sparse layer on cpu"),
-        ({"token_mask": torch.ones(2, 11)}, r"token_mask has shape \[2, 11\], but x has 2 seq"),
-        ({"token_mask": [[1]]}, r"token_mask is \[\[1\]\]; expected a tensor"),
-        ({"token_mask": torch.ones(2, 3).to(FLOAT8)}, "token_mask has dtype torch.float8_e4m3fn"),
+        (
+            {"token_mask": torch.ones(2, 11)},
+            r"token_mask is .*\[2, 11\], but x has 2 seq.*\[2, 3\]",
+        ),
+        ({"token_mask": [[1]]}, r"token_mask is \[\[1\]\], but x has"),
+        ({"token_mask": torch.ones(2, 3).to(FLOAT8)}, "token_mask is of dtype torch.float8_e4m3fn"),
         ({"token_mask": torch.zeros(2, 3)}, "token_mask is 0 everywhere, in torch.float32"),
-        ({"token_ids": torch.ones(2, 3)}, "token_ids have dtype torch.float32"),
-        ({"token_ids": torch.ones(2, 2).long()}, r"token_ids has shape \[2, 2\]"),
+        ({"token_ids": torch.ones(2, 3)}, "token_ids is of dtype torch.float32.*expected integers"),
         ({"token_ids": torch.full((2, 3), -100)}, "token_ids hold -100"),
         ({}, "'hash' needs the ids of the tokens"),
     ],
@@ -150,8 +151,8 @@ def test_word_embeddings_that_do_not_fit_are_refused():
     layer = build_layer(router_input="add")
     for embeddings, message in (
         (None, "router_input is 'add', but the layer got no word embeddings"),
-        (zeros(2, 3, 1), r"word_embeddings has shape \[2, 3, 1\].*of 7 numbers"),
-        (zeros(2, 3, 7).long(), "word_embeddings has dtype torch.int64"),
+        (zeros(2, 3, 1), r"word_embeddings is .*\[2, 3, 1\].*\[2, 3, 7\]"),
+        (zeros(2, 3, 7).long(), "word_embeddings is of dtype torch.int64"),
     ):
         with pytest.raises(DataError, match=message):
             layer(zeros(2, 3, 7), word_embeddings=embeddings)
