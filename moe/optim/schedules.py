@@ -21,9 +21,6 @@ keywords are options of a recipe.
 Warmup = Literal["constant", "linear"]
 DecayStart = Literal["warmup_end", "first_step"]
 
-LR_SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
-"""Factor of the rate for a batch that is so many times the one that the rate was found for."""
-
 
 @SCHEDULES.register("rsqrt")
 def rsqrt(
@@ -218,22 +215,6 @@ def _warmed_up(step: int, warmup_steps: float, warmup_start: int) -> float:
 def _check_warmup_start(warmup_start: int) -> None:
     reason = "the first update is step 0"
     check_integer("warmup_start", warmup_start, most=0, reason=reason)
-
-
-def scaled_rate(lr: float, *, batch_size: int, base_batch_size: int, scaling: str) -> float:
-    """Returns the rate for a batch size, scaled from a rate tuned for another batch size.
-
-    Args:
-        lr: The tuned rate.
-        batch_size: Sequences in an update of this run.
-        base_batch_size: Sequences in an update when lr was tuned.
-        scaling: `linear`: lr batch_size / base_batch_size; `sqrt`: lr times the root of that ratio.
-
-    Source:
-        LARS (arXiv:1708.03888) and EfficientNets (arXiv:2011.00071), whose rates are per 256
-        examples: linear. LAMB (arXiv:1904.00962): square root.
-    """
-    return lr * LR_SCALINGS[scaling](batch_size / base_batch_size)
 
 
 def with_cooldown(schedule: Schedule, *, total_steps: int, cooldown_steps: int) -> Schedule:

@@ -301,8 +301,7 @@ class Recipe:
             ConfigError: When the cooldown is longer than the run, or a setting of the schedule is
                 impossible.
         """
-        training = self.training
-        return self.optim.schedule_for(training.batch_size, training.steps)
+        return self.optim.schedule_for(self.training.steps)
 
 
 @dataclass(frozen=True)

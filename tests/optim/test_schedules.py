@@ -89,15 +89,14 @@ TRANSFORMER_JAX = {
 
 
 def test_the_rates_of_resnet_on_a_multipod_are_reproduced():
-    batch_size, epoch = 65_536, 79 * 65_536 // 4
-    optim = OptimRecipe(
-        schedule="polynomial",
+    rate = polynomial(
         lr=23.080977304670448,
-        warmup_epochs=33,
-        epoch_examples=epoch,
-        schedule_options={"end_lr": 1e-4, "decay_steps": 1166.25, "warmup_start": 0},
+        warmup_steps=33 * 79 / 4,
+        total_steps=1817,
+        end_lr=1e-4,
+        decay_steps=1166.25,
+        warmup_start=0,
     )
-    rate = optim.schedule_for(batch_size, 1817)
     assert {step: rate(step) for step in RESNET_JAX} == pytest.approx(RESNET_JAX, rel=1e-9)
 
 
@@ -124,16 +123,12 @@ def test_the_staircase_of_efficientnet_is_reproduced():
     """efficientnet/utils.py: 0.016 per 256 images, 0.97 every 2.4 epochs of 1,281,167 images, and 5
     epochs of warm-up in whole steps.
     """
-    optim = OptimRecipe(
-        schedule="exponential",
-        lr=0.016,
-        lr_scaling="linear",
-        base_batch_size=256,
+    rate = exponential(
+        lr=0.016 * 4096 / 256,
         warmup_steps=int(5 * 1_281_167 / 4096),
-        epoch_examples=1_281_167,
-        schedule_options={"decay_epochs": 2.4, "warmup_start": 0},
+        decay_steps=2.4 * 1_281_167 / 4096,
+        warmup_start=0,
     )
-    rate = optim.schedule_for(4096, 109_500)
 
     # 312.785 steps are an epoch: a stair is 750.684 steps long, the warm-up 1563.
     falls = {1563: 2, 2252: 2, 2253: 3, 7506: 9, 7507: 10, 75_068: 99, 75_069: 100}
@@ -159,14 +154,6 @@ def test_a_smooth_exponential_halves_between_the_stairs():
     assert [later(step) for step in (2, 9, 10)] == [1.0, 1.0, 0.25]
 
 
-def test_the_rate_grows_with_the_batch():
-    for scaling, base, factor in (("linear", 48, 16), ("sqrt", 48, 4), (None, None, 1)):
-        optim = OptimRecipe(
-            schedule="constant", lr=0.01, warmup_steps=0, lr_scaling=scaling, base_batch_size=base
-        )
-        assert optim.schedule_for(768, 10)(5) == pytest.approx(0.01 * factor)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES.names())
 def test_every_schedule_is_finite_and_at_most_its_highest_rate(schedule):
     options = {"decay_steps": 7} if schedule == "exponential" else {}
@@ -174,36 +161,26 @@ def test_every_schedule_is_finite_and_at_most_its_highest_rate(schedule):
         optim = OptimRecipe(
             schedule=schedule, lr=3.0, warmup_steps=warmup_steps, schedule_options=options
         )
-        rate = optim.schedule_for(5, 40)
+        rate = optim.schedule_for(40)
         assert all(0 <= rate(step) <= 3.0 for step in range(100))
 
 
-def test_settings_that_do_not_go_together_are_refused():
-    one_length = {"decay_steps": 3, "decay_epochs": 3}
-    for schedule, options, message in (
-        ("linear", {"power": 2}, "linear has no option 'power'"),
-        ("exponential", {}, "exponential needs the option decay_steps"),
-        ("polynomial", {"power": 0}, "power is 0; expected a finite number above 0"),
-        ("polynomial", {"end_lr": 0.2}, "end_lr is 0.2; expected a finite number from 0 to 0.1"),
-        ("linear", {"warmup_start": 1}, "warmup_start is 1; expected an integer of at most 0"),
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        ("linear", {"power": 2}, "no option 'power'"),
+        ("exponential", {}, "needs the option decay_steps"),
+        ("polynomial", {"power": 0}, "power is 0"),
+        ("polynomial", {"end_lr": 0.2}, "end_lr is 0.2"),
+        ("linear", {"warmup_start": 1}, "warmup_start is 1"),
         ("linear", {"decay_start": "end"}, "'end'; expected one of warmup_end, first_step"),
-        ("linear", one_length, "decay_steps and decay_epochs, which set the same duration"),
-    ):
-        epoch_examples = 9 if options is one_length else None
-        optim = {"lr": 0.1, "epoch_examples": epoch_examples, "schedule_options": options}
-        with pytest.raises(ConfigError, match=message):
-            OptimRecipe(schedule=schedule, **optim).schedule_for(5, 40)
-
-    for optim, message in (
-        ({"warmup_epochs": 2}, "warmup_epochs is in epochs, but optim.epoch_examples is null"),
-        ({"epoch_examples": 100}, "epoch_examples is 100; expected null, since nothing is in"),
-        ({"lr_scaling": "cubic"}, "lr_scaling is 'cubic'; expected linear, sqrt, or null"),
-        ({"lr_scaling": "linear"}, "base_batch_size is None; expected a batch size"),
-        ({"base_batch_size": 8}, "base_batch_size is 8; expected null"),
-        ({"lr": 1e6, "lr_scaling": "linear", "base_batch_size": 1}, "linear .* is 5000000.0; exp"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            OptimRecipe(**optim).schedule_for(5, 40)
+    ],
+)
+def test_options_that_a_schedule_lacks_or_that_are_out_of_range_are_refused(
+    schedule, options, message
+):
+    with pytest.raises(ConfigError, match=f"schedule_options.*{message}"):
+        OptimRecipe(schedule=schedule, lr=0.1, schedule_options=options).schedule_for(40)
 
 
 def test_rsqrt_continues_from_the_steps_of_an_earlier_run():
