@@ -29,7 +29,7 @@ from benchmarks.recovery.disturbed import (
     last_step,
     read_losses,
 )
-from moe.checkpoint.integrity import checkpoint_folders, first_damage
+from moe.checkpoint.integrity import checkpoint_folders, visible_damage
 from moe.checks import check
 from moe.cli import Parser, integer, path, run_main
 from moe.errors import DistributedError
@@ -259,7 +259,7 @@ def _starts(folder: Path) -> list[int]:
 
 def _count_damaged(folder: Path) -> int:
     """Returns how many checkpoints in a run's folder are incomplete."""
-    damaged = [first_damage(path) for path in checkpoint_folders(folder / CHECKPOINTS_FOLDER)]
+    damaged = [visible_damage(path) for path in checkpoint_folders(folder / CHECKPOINTS_FOLDER)]
     return sum(damage is not None for damage in damaged)
 
 

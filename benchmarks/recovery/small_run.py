@@ -38,7 +38,6 @@ SETTINGS = {
     "model.dropout_rate": 0,
     "model.group_size": 8,
     "data.inputs_length": 16,
-    "data.workers": 0,
     "optim.lr": 0.01,
     "optim.schedule": "constant",
     "optim.warmup_steps": 5,

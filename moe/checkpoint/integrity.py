@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe.checkpoint.run_state import STATE_FILE, read_state_file
-from moe.checksums import SUMS_FILE, Damage, read_sums
+from moe.checksums import SUMS_FILE, Damage
 from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero
-from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 from moe.files import KIND_FILE
 
@@ -37,7 +36,10 @@ def step_of(path: Path) -> int:
 
 
 def visible_damage(path: Path) -> Damage | None:
-    """Returns the damage of a checkpoint that is visible without reading shards; None for none."""
+    """Returns the damage of a checkpoint that is visible without reading shards; None for none.
+
+    A shard is a file of torch, whose reader notices most damage inside it.
+    """
     if not path.is_dir():
         return Damage(path.name, "is not a folder")
     try:
@@ -59,29 +61,7 @@ def visible_damage(path: Path) -> Damage | None:
             return Damage(name, "is missing")
         if present_size != size:
             return Damage(name, f"has {present_size:,} bytes instead of {size:,}")
-
-    # Every file has a checksum.
-    try:
-        sums = read_sums(path)
-    except OSError as error:
-        return Damage(SUMS_FILE, f"cannot be read ({error.strerror or error})")
-    if sums is None:
-        return Damage(SUMS_FILE, "is missing")
-    without_sum = sorted({STATE_FILE, INDEX_FILE, *state.sizes} - sums.keys())
-    if without_sum:
-        return Damage(SUMS_FILE, f"has no checksum of {without_sum[0]}")
     return None
-
-
-def first_damage(path: Path) -> Damage | None:
-    """Returns the first damage of a checkpoint, reading every file; None for none.
-
-    Every rank must call it: each reads a share of the files.
-    """
-    damage = broadcast_from_rank_zero(lambda: visible_damage(path))
-    if damage is not None:
-        return damage
-    return next(iter(gather_damage(path)), None)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -92,8 +72,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, dict[Path, Damage]]:
-    """Returns the newest whole checkpoint below `folder`, and the newer damaged ones.
+def newest_whole_checkpoint(folder: Path, *, advice: str) -> Path | None:
+    """Returns the newest whole checkpoint below `folder`; None when there are none at all.
 
     Every rank must call it. A line on stderr names each damaged one that is skipped.
 
@@ -101,19 +81,16 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
         folder: Folder of the checkpoints; may be absent.
         advice: Advice for the user if all are damaged.
 
-    Returns:
-        The checkpoint, or None if there are none at all; the damage of each newer one.
-
     Raises:
         CheckpointError: When there are checkpoints and all are damaged; lists them.
     """
     # Newest first, until one is complete.
     damaged: dict[Path, Damage] = {}
     for path in reversed(broadcast_from_rank_zero(lambda: checkpoint_folders(folder))):
-        damage = first_damage(path)
+        damage = broadcast_from_rank_zero(lambda path=path: visible_damage(path))
         if damage is None:
             _warn_of_damaged(damaged, path)
-            return path, damaged
+            return path
         damaged[path] = damage
 
     if damaged:
@@ -121,7 +98,7 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
         raise CheckpointError(
             f"Every checkpoint in {folder} is damaged ({every}). Nothing was changed. {advice}"
         )
-    return None, {}
+    return None
 
 
 def holds_only_checkpoint_files(path: Path) -> bool:

@@ -48,7 +48,7 @@ def load_optimizer_state(
         best sparse setting.
     """
     advice = f"Restore their files from a copy, {_ADVICE}"
-    path, _ = newest_whole_checkpoint(folder, advice=advice)
+    path = newest_whole_checkpoint(folder, advice=advice)
     if path is None:
         raise CheckpointError(
             f"{folder} has no checkpoint whose optimizer state could be kept. Give the model/ folder of a run that "

@@ -1,13 +1,13 @@
 """Writes checkpoints atomically: the folder appears when all shards are written.
 
 A checkpoint is the train state of train_state.py in the format of torch.distributed.checkpoint, a
-file state.json, and the checksums of all files. All randomness of a run is a function of its seed
-and step, and so is the position in data and schedule: only the step is stored.
+file state.json with the sizes of all files. All randomness of a run is a function of its seed and
+step, and so is the position in data and schedule: only the step is stored.
 """
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -26,7 +26,6 @@ from moe.checkpoint.integrity import (
     INDEX_FILE,
     checkpoint_folder,
     checkpoint_folders,
-    first_damage,
     holds_only_checkpoint_files,
     step_of,
     visible_damage,
@@ -41,7 +40,6 @@ from moe.checkpoint.train_state import (
     parameter_of,
     set_numbers,
 )
-from moe.checksums import SUMS_FILE, sha256_of, write_sums
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
@@ -65,13 +63,11 @@ class CheckpointWriter:
     Args:
         folder: Parent folder of the checkpoints, `step_` and 8 digits each.
         keep: Number of newest whole checkpoints that are kept.
-        damaged: Checkpoints known to be damaged, which do not count as whole.
     """
 
-    def __init__(self, folder: Path, *, keep: int, damaged: Iterable[Path] = ()) -> None:
+    def __init__(self, folder: Path, *, keep: int) -> None:
         self._folder = folder
         self._keep = keep
-        self._damaged = set(damaged)
         self._group: dist.ProcessGroup | None = None
         self._running: tuple[_Save, Future[Any]] | None = None
 
@@ -145,7 +141,7 @@ class CheckpointWriter:
             tensors.update(optimizer_tensors(model, optimizer, layouts))
             future = async_save(
                 tensors,
-                storage_writer=_Writer(partial, save, state, self._keep, self._damaged),
+                storage_writer=_Writer(partial, save, state, self._keep),
                 process_group=self._group,
                 no_dist=self._group is None,
                 async_stager=stager,
@@ -190,88 +186,48 @@ class _Save(NamedTuple):
     folder_context: ExitStack
 
 
-class _Written(NamedTuple):
-    """The files that a rank has written, for rank zero.
-
-    Attributes:
-        pieces: torch's list of the tensors' parts in the files.
-        digests: SHA-256 of each file, by name.
-    """
-
-    pieces: list[Any]
-    digests: dict[str, str]
-
-
 class _Writer(FileSystemWriter):
     """Writes one checkpoint; torch calls `finish` on rank zero once all ranks have written."""
 
-    def __init__(
-        self, partial: Path, save: _Save, state: RunState, keep: int, damaged: set[Path]
-    ) -> None:
+    def __init__(self, partial: Path, save: _Save, state: RunState, keep: int) -> None:
         super().__init__(partial)
         self._partial = partial
         self._save = save
         self._state = state
         self._keep = keep
-        self._damaged = damaged
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Writes this rank's shards and computes their checksums.
+        """Writes this rank's shards.
 
         Raises:
             OSError: When the disk fails; torch raises a RuntimeError, which would lose the reason on
                 the way to other ranks.
         """
+        written = super().write_data(plan, planner)
         try:
-            pieces = super().write_data(plan, planner).wait()
+            written.wait()
         except RuntimeError as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from error
-
-        # A file holds many pieces; it is read once.
-        digests: dict[str, str] = {}
-        for piece in pieces:
-            name = piece.storage_data.relative_path
-            if name not in digests:
-                digests[name] = sha256_of(self._partial / name)
-        written: torch.futures.Future[_Written] = torch.futures.Future()
-        written.set_result(_Written(pieces, digests))
         return written
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Writes index, state.json and checksums, renames the folder, and removes old checkpoints."""
-        super().finish(metadata, [written.pieces for written in results])
+        """Writes index and state.json, renames the folder, and removes old checkpoints."""
+        super().finish(metadata, results)
         write_state(self._partial, self._state)
 
-        # Every file has a checksum; the index, state.json and the empty file of an idle rank get
-        # theirs here.
-        digests: dict[str, str] = {}
-        for written in results:
-            digests.update(written.digests)
-        for file in sorted(self._partial.iterdir()):
-            if file.name not in digests:
-                digests[file.name] = sha256_of(file)
-        write_sums(self._partial, digests)
-
         # Everything is flushed to disk before the checkpoint gets its name.
-        for path in (self._partial / STATE_FILE, self._partial / SUMS_FILE, self._partial):
-            _flush(path)
+        _flush(self._partial / STATE_FILE)
+        _flush(self._partial)
         self._save.folder_context.close()
         _flush(self._save.target.parent)
-
-        self._damaged.discard(self._save.target)
-        _remove_old(self._save.target, self._keep, self._damaged)
+        _remove_old(self._save.target, self._keep)
 
 
 def load_checkpoint(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    layouts: Mapping[str, Layout],
-    *,
-    verified: bool = False,
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
 ) -> None:
     """Loads a checkpoint, made on any mesh, into `model` and `optimizer`.
 
@@ -283,13 +239,13 @@ def load_checkpoint(
         model: On the mesh of further training.
         optimizer: Optimizer of its parameters, before the first step or after.
         layouts: Layout of each parameter.
-        verified: Whether `newest_whole_checkpoint` has just read every file of it.
 
     Raises:
         CheckpointError: When a file is not what was written, or something is missing, unexpected or
             of another shape; names or lists it, and changes nothing.
     """
-    if not verified and (damage := first_damage(path)) is not None:
+    damage = broadcast_from_rank_zero(lambda: visible_damage(path))
+    if damage is not None:
         raise CheckpointError(
             f"{path} is damaged: {damage}. Resume from another checkpoint, or restore it from a copy."
         )
@@ -352,13 +308,12 @@ def _remove_torn(target: Path) -> None:
         remove_folder(target)
 
 
-def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
+def _remove_old(newest: Path, keep: int) -> None:
     """Removes checkpoints, whole or damaged, that are older than the newest `keep` whole ones.
 
     Args:
         newest: The checkpoint just written; those of later steps are kept.
         keep: Number of whole checkpoints that are kept.
-        damaged: Checkpoints that do not count as complete.
     """
     checkpoints: list[Path] = []
     whole: list[Path] = []
@@ -366,7 +321,7 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
         if step_of(path) > step_of(newest):
             break
         checkpoints.append(path)
-        if path not in damaged and visible_damage(path) is None:
+        if visible_damage(path) is None:
             whole.append(path)
     if len(whole) < keep:
         return

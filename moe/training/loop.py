@@ -2,10 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -89,10 +88,11 @@ def train(
     model_folder = run.folder / MODEL_FOLDER
     model, layouts, mesh = run.built
     with enter_on_rank_zero(lambda: _hold_run_folder(run.folder, resume)):
-        start = _find_start(run) if resume else _Start()
-        if start is None:
+        if resume and _is_complete(run):
             _print_on_rank_zero(f"{run.folder} is complete: its model is in {model_folder}.")
             return model_folder
+
+        checkpoint = _checkpoint_to_resume(run) if resume else None
 
         # All ranks multiply with the same libraries.
         if model.device.type == "cpu":
@@ -101,16 +101,14 @@ def train(
 
         # Model and optimizer as of the last saved step, or initial ones.
         optimizer = _build_optimizer(run)
-        first_step = _restore_state(run, optimizer, start)
+        first_step = _restore_state(run, optimizer, checkpoint)
         broadcast_from_rank_zero(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
 
         keep = run.recipe.training.keep_checkpoints
         with (
             stop_requests() as stop_requested,
             open_metrics(run.folder, first_step) as writer,
-            CheckpointWriter(
-                run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start.damaged
-            ) as checkpoints,
+            CheckpointWriter(run.folder / CHECKPOINTS_FOLDER, keep=keep) as checkpoints,
         ):
             reporter = Reporter(run, writer, description, first_step, process_start)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
@@ -256,60 +254,56 @@ def _print_on_rank_zero(text: str) -> None:
 # Where a run begins
 
 
-class _Start(NamedTuple):
-    """Starting point of a run.
-
-    Attributes:
-        checkpoint: Checkpoint to continue from; None to start at the first step.
-        damaged: Newer checkpoints that were skipped.
-    """
-
-    checkpoint: Path | None = None
-    damaged: Collection[Path] = ()
-
-
-def _find_start(run: Run) -> _Start | None:
-    """Returns the starting point of a resumed run; None when it is complete.
+def _is_complete(run: Run) -> bool:
+    """Returns whether the model of a run is written.
 
     Raises:
-        CheckpointError: When the checkpoint belongs to other settings or data (a complete run is
-            checked too: more steps would not be taken), all checkpoints are damaged, or a damaged
-            model cannot be rewritten.
+        CheckpointError: When the run had other settings or data; more steps would not be taken.
+    """
+    if damage_of_model(run.folder / MODEL_FOLDER) is not None:
+        return False
+    folder = run.folder / CHECKPOINTS_FOLDER
+    broadcast_from_rank_zero(lambda: _check_checkpoint(latest_checkpoint(folder), run))
+    return True
+
+
+def _checkpoint_to_resume(run: Run) -> Path | None:
+    """Returns the checkpoint that a run continues from; None to start at the first step.
+
+    Raises:
+        CheckpointError: When the checkpoint belongs to other settings or data, all checkpoints are
+            damaged, or a damaged model cannot be rewritten.
     """
     folder = run.folder / CHECKPOINTS_FOLDER
     model = run.folder / MODEL_FOLDER
-    model_damage = damage_of_model(model)
-    if model_damage is None:
-        broadcast_from_rank_zero(lambda: _check_checkpoint(latest_checkpoint(folder), run))
-        return None
 
     # Puts back a checkpoint that a killed run was replacing.
     broadcast_from_rank_zero(lambda: remove_leftovers(folder, "step_*"))
-    checkpoint, damaged = newest_whole_checkpoint(
+    checkpoint = newest_whole_checkpoint(
         folder,
         advice=f"Restore the files from a copy, or remove {folder}: --resume then starts at the first step.",
     )
     broadcast_from_rank_zero(lambda: _check_checkpoint(checkpoint, run))
 
-    model_exists = broadcast_from_rank_zero(model.exists)
-    if model_exists and checkpoint is None:
-        raise CheckpointError(
-            f"The model of this run is damaged: {model}: {model_damage}. There is no checkpoint to write it again "
-            f"from. Restore it from a copy, or remove {model}: --resume then trains from the first step."
-        )
-    if model_exists:
-        warn_on_rank_zero(f"{model} is not whole: {model_damage}. It is written again.")
+    if broadcast_from_rank_zero(model.exists):
+        damage = damage_of_model(model)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"The model of this run is damaged: {model}: {damage}. There is no checkpoint to write it again "
+                f"from. Restore it from a copy, or remove {model}: --resume then trains from the first step."
+            )
+        warn_on_rank_zero(f"{model} is not whole: {damage}. It is written again.")
     if checkpoint is None:
         warn_on_rank_zero(f"{run.folder} has no checkpoint yet: the run starts at its first step.")
-    return _Start(checkpoint, damaged)
+    return checkpoint
 
 
-def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) -> int:
+def _restore_state(run: Run, optimizer: torch.optim.Optimizer, checkpoint: Path | None) -> int:
     """Loads the initial state of a run into model and optimizer, and returns its first step."""
     model, layouts, _ = run.built
-    if start.checkpoint is not None:
-        load_checkpoint(start.checkpoint, model, optimizer, layouts, verified=True)
-        state = load_state(start.checkpoint)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, model, optimizer, layouts)
+        state = load_state(checkpoint)
         if state.products is not None:
             use_products(state.products)
         return state.step

@@ -25,7 +25,6 @@ from tests.training.tiny_checkpoints import (
     adafactor,
     assert_same,
     content_of,
-    flip_a_bit,
     layouts,
     load,
     save,
@@ -185,20 +184,10 @@ def test_shards_and_indexes_that_cannot_be_read_are_one_message(tmp_path):
     shards = path / "__0_0.distcp"
     shards.write_bytes(b"x" * shards.stat().st_size)
     with pytest.raises(CheckpointError, match="could not be read: rank 0 failed with "):
-        load(path, model, optimizer, verified=True)
-    (path / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match="step_00000001 has no index of its shards"):
-        load(path, model, optimizer, verified=True)
-
-
-def test_a_flipped_bit_never_gets_into_a_model(tmp_path):
-    path = save(tmp_path, 1)[2]
-    model, optimizer = trained(seed=1)
-    same, same_optimizer = trained(seed=1)
-    flip_a_bit(path / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"damaged: __0_0\.distcp has another SHA-256"):
         load(path, model, optimizer)
-    assert_same(model, optimizer, same, same_optimizer)
+    (path / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"damaged: \.metadata is missing"):
+        load(path, model, optimizer)
 
 
 def test_a_checkpoint_tells_which_library_multiplied(tmp_path):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from moe.checkpoint.integrity import first_damage
+from moe.checkpoint.integrity import visible_damage
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import train_tokenizer
 from moe.distributed.mesh import MeshConfig
@@ -82,7 +82,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(interrupted, cap
     assert "ends after this step, with a checkpoint" in capfd.readouterr().err
     assert last_logged_step(folder) == 3
     assert checkpoints(folder) == ["step_00000002", "step_00000003"]
-    assert first_damage(folder / "checkpoints" / "step_00000003") is None
+    assert visible_damage(folder / "checkpoints" / "step_00000003") is None
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
 
 
