@@ -51,6 +51,6 @@ def predictions_by_id(path: Path) -> dict[str, Prediction]:
     """Returns the predictions of the closed batches in a file."""
     return {
         prediction.id: prediction
-        for batch in read_predictions_file(path).batches
+        for batch in read_predictions_file(path)[1]
         for prediction in batch.predictions
     }

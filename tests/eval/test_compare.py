@@ -9,13 +9,7 @@ from moe import ConfigError, DataError
 from moe.files import write_text
 from moe.parsing import to_json
 from stmoe_eval.answers.likelihood import ChoiceLikelihood, Scoring
-from stmoe_eval.answers.predictions_file import (
-    Batch,
-    Header,
-    Prediction,
-    PredictionsFile,
-    ScoringFields,
-)
+from stmoe_eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile
 from stmoe_eval.commands.compare import compare_runs, comparison_markdown
 from stmoe_eval.reports.run_folder import examples_path, predictions_path, write_examples
 from stmoe_eval.reports.task_summary import score_system
@@ -39,7 +33,7 @@ def write_run(
     task = task or colour_task()
     examples = task.examples("validation")[:limit]
     answers = [*outputs, *(example.targets for example in examples[len(outputs) :])]
-    scoring = ScoringFields(True, "none")
+    scoring = Scoring()
     rows = []
     for mode in modes:
         decoding = task.decoding if mode == "generate" else None

@@ -152,7 +152,7 @@ def test_the_settings_stand_in_report_and_predictions(saved, tmp_path):
     assert "bfloat16, no capacity limit" in (tmp_path / "report.md").read_text()
     assert report.failed == []
 
-    header = read_predictions_file(tmp_path / "predictions/copa.tight.rank.jsonl").header
+    header, _ = read_predictions_file(tmp_path / "predictions/copa.tight.rank.jsonl")
     assert header.inference == Inference(None, "bfloat16")
 
 

@@ -203,6 +203,4 @@ def test_a_task_or_a_request_without_choices_cannot_be_ranked(folders, task, tmp
     bare = [r._replace(choices=() if r.id == "sea-0" else r.choices) for r in requests_of(task)]
     with pytest.raises(ConfigError, match=r"1 requests of colour have no choices .* 'sea-0'"):
         predict(system, task, bare, "rank", tmp_path / "p.jsonl")
-    with pytest.raises(ConfigError, match="normalize is 'bytes'; expected one of none, tokens, ch"):
-        Scoring(normalize="bytes")
     assert not (tmp_path / "p.jsonl").exists()

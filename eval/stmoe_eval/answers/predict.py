@@ -35,7 +35,6 @@ from stmoe_eval.answers.predictions_file import (
     Prediction,
     PredictionsFile,
     RouterCounts,
-    ScoringFields,
     Stack,
 )
 from stmoe_eval.answers.seq2seq import Seq2Seq
@@ -271,7 +270,7 @@ def _header(
         mode=cast(Mode, mode),
         decoding=task.decoding if mode == "generate" else None,
         batches=digest[:16],
-        scoring=ScoringFields(scoring.include_eos, scoring.normalize),
+        scoring=scoring,
         inference=system.inference,
     )
 

@@ -14,9 +14,9 @@ from pydantic import Field
 from moe.checks import shown
 from moe.errors import DataError
 from moe.json_lines import JsonLines
-from moe.parsing import read_json_lines, to_record
+from moe.parsing import read_json_lines, to_json, to_record
 from stmoe_eval.answers.inference import AS_SAVED, Inference
-from stmoe_eval.answers.likelihood import ChoiceLikelihood, Normalization, Scoring
+from stmoe_eval.answers.likelihood import ChoiceLikelihood, Scoring
 from stmoe_eval.task import Decoding
 
 _MAX_COUNT = 1 << 53
@@ -35,13 +35,6 @@ _Routers = dict[Stack, RouterCounts]
 
 # ---------------------------------------------------------------------------
 # Records
-
-
-class ScoringFields(NamedTuple):
-    """A `Scoring` in the file."""
-
-    include_eos: bool
-    normalize: Normalization
 
 
 class Header(NamedTuple):
@@ -64,14 +57,12 @@ class Header(NamedTuple):
     mode: Mode
     decoding: Decoding | None
     batches: str
-    scoring: ScoringFields
+    scoring: Scoring
     inference: Inference = AS_SAVED
 
     def to_json(self) -> dict[str, Any]:
         """Returns the line of the file."""
-        decoding = None if self.decoding is None else self.decoding._asdict()
-        fields = {**self._asdict(), "decoding": decoding, "scoring": self.scoring._asdict()}
-        fields["inference"] = self.inference._asdict()
+        fields = to_json(self)
         if self.inference == AS_SAVED:
             del fields["inference"]
         return fields
@@ -105,13 +96,10 @@ class Prediction(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the line of the file."""
-        fields = self._asdict()
-        if self.choices is not None:
-            choices: dict[str, dict[str, float]] = {}
-            for text, choice in self.choices.items():
-                choices[text] = choice._asdict()
-            fields["choices"] = choices
-        return fields
+        choices = self.choices
+        if choices is not None:
+            choices = {text: choice._asdict() for text, choice in choices.items()}
+        return {**self._asdict(), "choices": choices}
 
 
 class Batch(NamedTuple):
@@ -133,23 +121,6 @@ class Batch(NamedTuple):
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the lines of the file."""
         return [*(each.to_json() for each in self.predictions), {"routers": self.routers}]
-
-
-class PredictionsContent(NamedTuple):
-    """Content of a predictions file.
-
-    Attributes:
-        header: Its first line; None when it has none.
-        batches: Those that are closed.
-        line_numbers: Line of each prediction by id, closed or not.
-    """
-
-    header: Header | None
-    batches: list[Batch]
-    line_numbers: dict[str, int]
-
-
-_NO_CONTENT = PredictionsContent(None, [], {})
 
 
 # ---------------------------------------------------------------------------
@@ -189,13 +160,12 @@ class PredictionsFile:
         try:
             # Stored answers must belong to the current requests.
             batches = self._read_batches(self.path)
-            for batch_ids, batch in zip(ids, batches, strict=False):
-                self._check_ids(batch_ids, batch)
+            for number, batch in enumerate(batches):
+                self._check_ids(ids[number] if number < len(ids) else [], batch)
 
             # Kept batches are scored again, in case the file was written with another scoring.
-            scoring = Scoring(*self.header.scoring)
             num_kept = num_reusable(len(batches))
-            batches = [batch.scored(scoring) for batch in batches[:num_kept]]
+            batches = [batch.scored(self.header.scoring) for batch in batches[:num_kept]]
             self._lines = JsonLines(self.path, [self.header.to_json(), *_lines_of(batches)])
         except OSError as error:
             raise self._write_error(error) from error
@@ -217,17 +187,17 @@ class PredictionsFile:
 
     def _read_batches(self, path: Path) -> list[Batch]:
         """Returns the closed batches of the file; none if it belongs to anything else."""
-        content = read_predictions_file(path)
-        if content.header is None:
+        header, batches = read_predictions_file(path)
+        if header is None:
             return []
-        _check_inference(path, content.header, self.header.model, self.header.inference)
-        with_own_scoring = content.header._replace(scoring=self.header.scoring)
-        return content.batches if with_own_scoring == self.header else []
+        _check_inference(path, header, self.header.model, self.header.inference)
+        with_own_scoring = header._replace(scoring=self.header.scoring)
+        return batches if with_own_scoring == self.header else []
 
     def _check_ids(self, ids: Sequence[str], batch: Batch) -> None:
         """Raises a DataError when a batch answers other requests than these."""
         answered = [prediction.id for prediction in batch.predictions]
-        if answered != list(ids):
+        if not answered or answered != list(ids):
             raise DataError(
                 f"{self.path} answers {shown(answered)} where {shown(list(ids))} were expected. {_ADVICE}"
             )
@@ -276,83 +246,29 @@ def _check_inference(path: Path, header: Header, model: str, inference: Inferenc
     )
 
 
-def read_predictions_file(
-    path: Path, check_header: Callable[[Header], None] | None = None
-) -> PredictionsContent:
-    """Returns the content of a predictions file, without an incomplete end.
-
-    A missing file holds nothing.
-
-    Args:
-        path: The file.
-        check_header: Raises if the header does not match.
+def read_predictions_file(path: Path) -> tuple[Header | None, list[Batch]]:
+    """Returns the header and the closed batches of a predictions file; neither if it is missing.
 
     Raises:
         DataError: When it cannot be read, or a line is not what was written there; names the line.
     """
-    if not path.exists():
-        return _NO_CONTENT
-    lines = read_json_lines(path, advice=_ADVICE, torn_end=True, nan=True)
-    first = next(lines, None)
-    if first is None:
-        return _NO_CONTENT
-    header = to_record(Header, first[1], where=f"{path}, line {first[0]}", advice=_ADVICE)
-    if check_header is not None:
-        check_header(header)
-
+    header = None
     batches: list[Batch] = []
-    line_numbers: dict[str, int] = {}
+    if not path.exists():
+        return header, batches
+
     open_batch: list[Prediction] = []
-    for number, value in lines:
+    for number, value in read_json_lines(path, advice=_ADVICE, torn_end=True, nan=True):
         where = f"{path}, line {number}"
+        if header is None:
+            header = to_record(Header, value, where=where, advice=_ADVICE)
+        elif "routers" not in value:
+            open_batch.append(to_record(Prediction, value, where=where, advice=_ADVICE))
 
-        # A prediction of the batch that is not closed yet.
-        if "routers" not in value:
-            prediction = _to_prediction(value, header.mode, where)
-            if prediction.id in line_numbers:
-                raise DataError(
-                    f"{where}: {shown(prediction.id)} was answered in line "
-                    f"{line_numbers[prediction.id]} already. {_ADVICE}"
-                )
-            line_numbers[prediction.id] = number
-            open_batch.append(prediction)
-            continue
-
-        # The line that closes it.
-        where = f"{where}: routers"
-        routers = to_record(_Routers, value["routers"], where=where, advice=_ADVICE)
-        batches.append(Batch(open_batch, routers))
-        if _num_counts(routers) != _num_counts(batches[0].routers):
-            raise DataError(
-                f"{where}: the number of routers differs from the first batch. {_ADVICE}"
-            )
-        open_batch = []
-
-    return PredictionsContent(header, batches, line_numbers)
-
-
-def _to_prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
-    """Returns the prediction of a line, or raises a DataError if it does not fit this mode."""
-    prediction = to_record(Prediction, value, where=where, advice=_ADVICE)
-    if not _fits_mode(prediction, mode):
-        raise DataError(f"{where}: {shown(value)} is not an answer of mode {mode}. {_ADVICE}")
-    return prediction
-
-
-def _fits_mode(prediction: Prediction, mode: Mode) -> bool:
-    """Returns whether a ranked answer is one of its choices, or a generated one has none."""
-    if mode == "generate":
-        return prediction.choices is None and prediction.scores is None
-
-    choices = prediction.choices
-    scores = prediction.scores or {}
-    return bool(choices) and choices.keys() == scores.keys() and prediction.output in choices
-
-
-def _num_counts(routers: Mapping[Stack, RouterCounts]) -> dict[tuple[str, str], int | None]:
-    """Returns how many numbers each count of a batch has; None for a single one."""
-    sizes: dict[tuple[str, str], int | None] = {}
-    for stack, counts in routers.items():
-        for name, count in counts.items():
-            sizes[stack, name] = len(count) if isinstance(count, list) else None
-    return sizes
+        # The line that closes a batch.
+        else:
+            routers = value["routers"]
+            routers = to_record(_Routers, routers, where=f"{where}: routers", advice=_ADVICE)
+            batches.append(Batch(open_batch, routers))
+            open_batch = []
+    return header, batches

@@ -41,6 +41,7 @@ class Block(NamedTuple):
         header: Header of a table.
         rows: Its rows.
         numbers: First of the columns that hold numbers.
+        texts: Columns that hold long texts.
         level: 2 for the heading of a task, 3 for one within it.
         warns: Whether the sentences are about a failure, or what is not comparable.
         svg: A figure, which Markdown leaves out.
@@ -51,6 +52,7 @@ class Block(NamedTuple):
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     numbers: int = 99
+    texts: Sequence[int] = ()
     level: int = 3
     warns: bool = False
     svg: str = ""
@@ -159,7 +161,9 @@ def _task_blocks(report: Report, task: TaskResult) -> list[Block]:
             texts = (answer.id, answer.inputs, answer.target, answer.output)
             cells = [shorten(text, _SHOWN_CHARACTERS) for text in texts]
             rows.append([*cells, format_score(answer.score)])
-        blocks.append(Block(f"Worst answers ({first})", (), header, rows, numbers=4))
+        blocks.append(
+            Block(f"Worst answers ({first})", (), header, rows, numbers=4, texts=(1, 2, 3))
+        )
     return blocks
 
 

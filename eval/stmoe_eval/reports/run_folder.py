@@ -14,7 +14,7 @@ from moe.errors import DataError
 from moe.files import write_text
 from moe.parsing import read_json_lines, read_record, to_record
 from stmoe_eval.answers.inference import AS_SAVED
-from stmoe_eval.answers.predictions_file import Header, ScoringFields, read_predictions_file
+from stmoe_eval.answers.predictions_file import Header, read_predictions_file
 from stmoe_eval.reports.records import Report, TaskResult
 from stmoe_eval.task import Example, Task
 
@@ -114,12 +114,13 @@ def read_answers(
     examples = read_examples(folder, task)
     path = _existing(predictions_path(folder, task.task, name, mode))
 
-    def check_header(header: Header) -> None:
+    header, batches = read_predictions_file(path)
+    if header is not None:
         _check_header(path, header, report, task, name, mode)
 
     # Answers by id, since batches are sorted by length.
     outputs: dict[str, str] = {}
-    for batch in read_predictions_file(path, check_header).batches:
+    for batch in batches:
         for prediction in batch.predictions:
             outputs[prediction.id] = prediction.output
     missing = [example.id for example in examples if example.id not in outputs]
@@ -148,8 +149,7 @@ def _check_header(
     if mode == "generate":
         expected["decoding"] = task.decoding
     else:
-        scoring = report.settings.scoring
-        expected["scoring"] = ScoringFields(scoring.include_eos, scoring.normalize)
+        expected["scoring"] = report.settings.scoring
 
     for field, value in expected.items():
         written = getattr(header, field)
