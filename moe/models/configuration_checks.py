@@ -3,7 +3,6 @@
 The functions take a PreTrainedConfig, since STMoEConfig imports this module.
 """
 
-import difflib
 import numbers
 import os
 import warnings
@@ -130,23 +129,18 @@ def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> Non
     hiding = {name for name in unknown if hasattr(type(config), name)}
     refuse_unknown(config, unknown if config.transformers_version is None else hiding)
     if unknown:
-        descriptions = []
-        for name in sorted(unknown):
-            close = difflib.get_close_matches(name, _field_names(config), n=1, cutoff=0.85)
-            suggestion = f" Did you mean {close[0]!r}?" if close else ""
-            descriptions.append(f"{name} ({shown(keywords[name])}){suggestion}")
+        described = ", ".join(f"{name} ({shown(keywords[name])})" for name in sorted(unknown))
         warnings.warn(
-            f"The config has fields that STMoEConfig does not read: {', '.join(descriptions)}. They are kept as "
-            "attributes but have no effect.",
+            f"The config has fields that STMoEConfig does not read: {described}. They are kept as attributes but have "
+            "no effect.",
             stacklevel=2,
         )
     # transformers names each label, so that a wrong number would fill the memory.
     check_integer(
         "num_labels", keywords.get("num_labels"), least=1, most=_MAX_LABELS, optional="None for two"
     )
-    quantization = keywords.get("quantization_config")
-    is_record = quantization is None or isinstance(quantization, Mapping)
-    is_record = is_record or hasattr(quantization, "to_dict")
+    quantization = keywords.get("quantization_config") or {}
+    is_record = isinstance(quantization, Mapping) or hasattr(quantization, "to_dict")
     check(is_record, "quantization_config", quantization, "a mapping of a quantizer's settings")
 
 

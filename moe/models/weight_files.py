@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -334,9 +335,9 @@ def check_files(source: Path | str, paths: Iterable[Path]) -> None:
 def find_shards(folder: Path, variant: str | None = None) -> list[str]:
     """Returns the names of the files in a folder that each hold a part of a model."""
     # model-00001-of-00002.safetensors
+    digits = "[0-9]" * 5
     stem, ending = _with_variant(SAFE_WEIGHTS_NAME, variant).rsplit(".", 1)
-    pattern = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.{ending}")
-    return sorted(path.name for path in folder.iterdir() if pattern.fullmatch(path.name))
+    return sorted(path.name for path in folder.glob(f"{stem}-{digits}-of-{digits}.{ending}"))
 
 
 def saved_weights(folder: Path, variant: str | None = None) -> list[str]:
@@ -451,11 +452,10 @@ def describe_misfits(
         Empty if all match.
     """
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
-    parts = []
-    for kind, names in kinds.items():
-        listed = list(names)
-        if listed:
-            parts.append(f"{len(listed)} {kind}: {first_names(listed)}")
+    listed = {kind: list(names) for kind, names in kinds.items()}
+    parts = [
+        f"{len(names)} {kind}: {first_names(names)}" for kind, names in listed.items() if names
+    ]
     return "; ".join(parts)
 
 
@@ -479,23 +479,18 @@ def first_names(names: list[str]) -> str:
 
 def weight_files(folder: Path) -> list[str]:
     """Returns the names of the files with a model's weights, and of their index."""
-    names: set[str] = set()
-    for pattern in _PATTERNS:
-        names.update(path.name for path in folder.glob(pattern) if path.is_file())
-    return sorted(names)
+    paths = chain.from_iterable(folder.glob(pattern) for pattern in _PATTERNS)
+    return sorted({path.name for path in paths if path.is_file()})
 
 
 def forget_weight_sums(folder: Path) -> None:
     """Removes the checksums of weights before they are written; the checksums of other files stay."""
-    if not (folder / SUMS_FILE).is_file():
-        return
-
     # Without the sums of the weights, a file without others is removed.
     others = _other_sums(folder)
     if others:
         write_sums(folder, others)
     else:
-        (folder / SUMS_FILE).unlink()
+        (folder / SUMS_FILE).unlink(missing_ok=True)
 
 
 def write_weight_sums(folder: Path, digests: dict[str, str] | None = None) -> None:
@@ -531,10 +526,8 @@ def check_weights(folder: Path) -> None:
         return list(find_damage(folder, part=part, num_parts=_THREADS))
 
     # Each thread reads a share of the files.
-    damaged: list[Damage] = []
     with ThreadPoolExecutor(_THREADS) as pool:
-        for part in pool.map(find_in_part, range(_THREADS)):
-            damaged += part
+        damaged = list(chain.from_iterable(pool.map(find_in_part, range(_THREADS))))
     _refuse(folder, damaged)
 
 
@@ -562,12 +555,11 @@ def check_weights_together(folder: Path) -> None:
 
 def _other_sums(folder: Path) -> dict[str, str]:
     """Returns the checksums in a folder of files that are not weights."""
-    others: dict[str, str] = {}
-    for name, digest in (read_sums(folder) or {}).items():
-        is_weights = any(fnmatch(name, pattern) for pattern in _PATTERNS)
-        if digest and not is_weights:
-            others[name] = digest
-    return others
+    return {
+        name: digest
+        for name, digest in (read_sums(folder) or {}).items()
+        if digest and not any(fnmatch(name, pattern) for pattern in _PATTERNS)
+    }
 
 
 def _refuse(folder: Path, damaged: Sequence[Damage]) -> None:

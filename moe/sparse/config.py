@@ -110,20 +110,17 @@ def take_convention(settings: dict[str, Any]) -> Convention | None:
         ConfigError: When they are of no convention.
     """
     earlier = {name: settings.pop(name) for name in _EARLIER_FIELDS if name in settings}
-    for name, rules in CONVENTIONS.items():
-        if all(
-            getattr(rules, rule) == earlier.get(rule, getattr(_OURS, rule))
-            for rule in _EARLIER_FIELDS
-        ):
-            return name if earlier else None
+    if not earlier:
+        return None
+    described = {name: earlier.get(name, getattr(Rules(), name)) for name in _EARLIER_FIELDS}
+    for convention, rules in CONVENTIONS.items():
+        if all(getattr(rules, name) == value for name, value in described.items()):
+            return convention
     values = ", ".join(f"{name} {shown(value)}" for name, value in earlier.items())
     raise ConfigError(
         f"The settings {values} are those of no convention; expected convention, one of {', '.join(CONVENTIONS)}. "
         "Models with other combinations load up to commit b2961961 alone."
     )
-
-
-_OURS = CONVENTIONS["ours"]
 
 
 def earlier_options(router: str, convention: Convention) -> dict[str, Any]:

@@ -272,10 +272,7 @@ def test_an_attribute_that_was_set_loads_again_and_is_named(tmp_path):
     config = STMoEConfig()
     config.lab_tag, config.num_expert = "a", 5
     config.save_pretrained(tmp_path)
-    with pytest.warns(
-        UserWarning,
-        match=r"lab_tag \('a'\), num_expert \(5\) Did you mean 'num_experts'\?\. They are kept",
-    ):
+    with pytest.warns(UserWarning, match=r"lab_tag \('a'\), num_expert \(5\)\. They are kept"):
         loaded = STMoEConfig.from_pretrained(tmp_path)
     assert (loaded.lab_tag, loaded.num_expert) == ("a", 5)
     with pytest.raises(ConfigError, match=r"no field 'num_exparts'.*Did you mean 'num_experts'"):
