@@ -25,8 +25,9 @@ for module in pkgutil.iter_modules(moe.hosts.records.__path__):
 
 for name in HOSTS.names():
     model_class = HOSTS.get(name)
-    HOST_CLASSES |= {name: model_class.host.dense_class, model_class.sparse_type(): model_class}
-    AutoConfig.register(model_class.sparse_type(), model_class.config_class, exist_ok=True)
+    sparse_type = model_class.config_class.model_type
+    HOST_CLASSES.update({name: model_class.host.dense_class, sparse_type: model_class})
+    AutoConfig.register(sparse_type, model_class.config_class, exist_ok=True)
     AutoModelForSeq2SeqLM.register(model_class.config_class, model_class, exist_ok=True)
 
 

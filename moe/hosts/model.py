@@ -30,15 +30,6 @@ from moe.sparse.integration import collect_routers
 from moe.sparse.layer import RouterOutput
 from moe.sparse.router import Router
 
-RECORDS = [
-    "ce_loss",
-    "load_balance_loss",
-    "router_z_loss",
-    "encoder_router_outputs",
-    "decoder_router_outputs",
-]
-"""Fields of the output that a host does not have."""
-
 
 @dataclass
 class SparseHostOutput(Seq2SeqLMOutput):
@@ -58,6 +49,10 @@ class SparseHostOutput(Seq2SeqLMOutput):
     router_z_loss: Tensor | None = None
     encoder_router_outputs: RouterRecords | None = None
     decoder_router_outputs: RouterRecords | None = None
+
+
+RECORDS = list(SparseHostOutput.__annotations__)
+"""Fields of the output that a host does not have."""
 
 
 class SparseHost:
@@ -107,11 +102,6 @@ class SparseHost:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         for site in self.become_sparse(settings):
             setattr(site.block, self.host.feed_forward, HostFeedForward(site.config))
-
-    @classmethod
-    def sparse_type(cls) -> str:
-        """Returns the `model_type` of the host with sparse layers."""
-        return cls.config_class.model_type
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Saves the model as the host does.
