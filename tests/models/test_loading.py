@@ -84,18 +84,56 @@ LOADERS = (
 )
 
 
-def test_integers_in_place_of_weights_are_refused_at_every_door(folder):
-    name = "model.encoder.stack.blocks.0.self_attention.q_proj.weight"
-    make_int8(folder, name)
-    for load in LOADERS:
-        with pytest.raises(CheckpointError, match=rf"{name} in .* type torch\.int8"):
+def change_json(file: Path, **fields) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def change_ids(ids):
+    return lambda folder: change_json(folder / "generation_config.json", eos_token_id=ids)
+
+
+def tear(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def tear_without_sums(folder: Path) -> None:
+    tear(folder)
+    (folder / "SHA256SUMS").unlink()
+
+
+NAME = "model.encoder.stack.blocks.0.self_attention.q_proj.weight"
+NO_IDS = r"eos_token_id is .*; expected an id, or a list"
+GENERATORS = (STMoEForConditionalGeneration.from_pretrained, *LOADERS[4:])
+DAMAGE = [
+    (lambda folder: make_int8(folder, NAME), LOADERS, rf"{NAME} in .* type torch\.int8"),
+    (
+        lambda folder: change_weights(folder, lambda weights: weights.pop("lm_head.weight")),
+        DOORS.values(),
+        r"1 missing: lm_head\.weight\. Copy the whole",
+    ),
+    (tear, DOORS.values(), r"damaged: model\.safetensors has another SHA"),
+    (tear_without_sums, DOORS.values(), r"cannot be read: .*header"),
+    (lambda folder: (folder / "config.json").unlink(), DOORS.values(), r"it has no config\.json"),
+    *((change_ids(ids), GENERATORS, NO_IDS) for ids in ([[1]], {"a": 1}, "1", [1.5])),
+]
+
+
+@pytest.mark.parametrize(("damage", "loaders", "message"), DAMAGE)
+def test_a_damaged_folder_is_refused_at_every_door(folder, damage, loaders, message):
+    damage(folder)
+    for load in loaders:
+        with pytest.raises(CheckpointError, match=message):
             load(folder)
 
-    # In the file of a part, and in one of torch.
+
+def test_integers_in_the_file_of_a_part_or_of_torch_are_refused(folder):
     part = STMoEModel(STMoEConfig.from_pretrained(folder))
     weights = part.state_dict()
-    weights[name.removeprefix("model.")] = weights[name.removeprefix("model.")].to(torch.int16)
-    (folder / "model.safetensors").unlink()
+    name = NAME.removeprefix("model.")
+    weights[name] = weights[name].to(torch.int16)
+    for file in ("model.safetensors", "SHA256SUMS"):
+        (folder / file).unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     for load in (each.from_pretrained for each in CLASSES):
         with pytest.raises(CheckpointError, match=r"q_proj\.weight in .* type torch\.int16"):
@@ -131,18 +169,6 @@ def test_a_shard_that_is_a_pipe_or_outside_of_the_folder_is_refused(tmp_path):
                 load(folder)
 
 
-def change_json(file: Path, **fields) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-@pytest.mark.parametrize("ids", [[[1]], {"a": 1}, "1", [1.5]])
-def test_token_ids_of_generation_that_are_none_are_refused(folder, ids):
-    change_json(folder / "generation_config.json", eos_token_id=ids)
-    for load in (STMoEForConditionalGeneration.from_pretrained, *LOADERS[4:]):
-        with pytest.raises(CheckpointError, match=r"eos_token_id is .*; expected an id, or a list"):
-            load(folder)
-
-
 def test_settings_of_a_quantizer_that_are_no_mapping_are_refused(folder):
     change_json(folder / "config.json", quantization_config=[1])
     for load in LOADERS:
@@ -154,13 +180,6 @@ def test_a_quantizer_that_is_not_installed_is_named(folder):
     change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .*pip install optimum"):
         STMoEForConditionalGeneration.from_pretrained(folder)
-
-
-def test_missing_weights_are_refused_by_name_at_every_door(folder):
-    change_weights(folder, lambda weights: weights.pop("lm_head.weight"))
-    for door in DOORS.values():
-        with pytest.raises(CheckpointError, match=r"1 missing: lm_head\.weight\. Copy the whole"):
-            door(folder)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(folder):
@@ -178,18 +197,6 @@ def test_many_weights_are_counted_and_the_first_named(folder):
     expected = rf"{len(lost)} missing: (model\.decoder[\w.]+, ){{4}}[\w.]+ and {len(lost) - 5} more"
     with pytest.raises(CheckpointError, match=expected):
         load_model(folder)
-
-
-def test_torn_weights_are_one_message_at_every_door(folder):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    for door in DOORS.values():
-        with pytest.raises(CheckpointError, match=r"damaged: model\.safetensors has another SHA"):
-            door(folder)
-    (folder / "SHA256SUMS").unlink()
-    for door in DOORS.values():
-        with pytest.raises(CheckpointError, match=r"cannot be read: .*header"):
-            door(folder)
 
 
 def test_a_flipped_bit_in_any_file_of_the_weights_is_refused_at_every_door(tmp_path):
@@ -251,12 +258,6 @@ def test_a_model_is_never_saved_through_a_link(tmp_path):
         with pytest.raises(DataError, match=rf"{name} is a link, and the file behind it"):
             tiny_model().save_pretrained(folder)
     assert (tmp_path / "mine").read_text() == "years of work"
-
-
-def test_a_folder_without_a_model_is_refused_at_every_door(tmp_path):
-    for door in DOORS.values():
-        with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json"):
-            door(tmp_path)
 
 
 def test_starting_from_scratch_needs_no_weights(folder):
