@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.checks import check_number
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout, local_shard
 from moe.optim.sharded_optimizer import (
@@ -76,6 +75,8 @@ class Adafactor(ShardedOptimizer):
         own steps, so that one that joins late starts fresh.
     """
 
+    above_zero = ("decay_exponent", "clipping_threshold", "epsilon1")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -87,20 +88,15 @@ class Adafactor(ShardedOptimizer):
         epsilon1: float = 1e-30,
         epsilon2: float = 1e-3,
     ) -> None:
-        settings = {
-            "lr": lr,
-            "decay_exponent": decay_exponent,
-            "clipping_threshold": clipping_threshold,
-            "min_dim_size_to_factor": min_dim_size_to_factor,
-            "epsilon1": epsilon1,
-            "epsilon2": epsilon2,
-        }
-        for name, value in settings.items():
-            if name in ("lr", "epsilon2", "min_dim_size_to_factor"):
-                check_number(f"{name} of adafactor", value, least=0)
-            else:
-                check_number(f"{name} of adafactor", value, above=0)
-        super().__init__(params, settings)
+        super().__init__(
+            params,
+            lr=lr,
+            decay_exponent=decay_exponent,
+            clipping_threshold=clipping_threshold,
+            min_dim_size_to_factor=min_dim_size_to_factor,
+            epsilon1=epsilon1,
+            epsilon2=epsilon2,
+        )
 
     def update(self, pending: PendingUpdate) -> SumsOverRanks:
         """Takes one step on this rank's shard of one parameter."""

@@ -51,6 +51,8 @@ class LAMB(TrustRatioOptimizer):
         expert of a stack, at most 1 where the gradient is 0; routers are skipped by default.
     """
 
+    below_one = ("beta1", "beta2")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -63,19 +65,17 @@ class LAMB(TrustRatioOptimizer):
         bias_correction: bool = True,
         skip: Sequence[str] = SPECIAL_KINDS,
     ) -> None:
-        self.check_setting("beta1", beta1, least=0, below=1)
-        self.check_setting("beta2", beta2, least=0, below=1)
         check_flag("bias_correction of lamb", bias_correction)
-        settings = {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "epsilon": epsilon,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "skip": skip,
-        }
-        super().__init__(params, settings)
+        super().__init__(
+            params,
+            skip=skip,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            epsilon=epsilon,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+        )
 
     def update(self, pending: PendingUpdate) -> SumsOverRanks:
         """Takes one step on this rank's shard of one parameter."""

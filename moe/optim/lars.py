@@ -59,6 +59,9 @@ class LARS(TrustRatioOptimizer):
         are skipped by default.
     """
 
+    above_zero = ("trust_coefficient",)
+    below_one = ("beta",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -72,18 +75,16 @@ class LARS(TrustRatioOptimizer):
         skip: Sequence[str] = SPECIAL_KINDS,
     ) -> None:
         check_choice("momentum of lars", momentum, get_args(Momentum))
-        self.check_setting("beta", beta, least=0, below=1)
-        self.check_setting("trust_coefficient", trust_coefficient, above=0)
-        settings = {
-            "lr": lr,
-            "momentum": momentum,
-            "beta": beta,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "epsilon": epsilon,
-            "skip": skip,
-        }
-        super().__init__(params, settings)
+        super().__init__(
+            params,
+            skip=skip,
+            lr=lr,
+            momentum=momentum,
+            beta=beta,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            epsilon=epsilon,
+        )
 
     def update(self, pending: PendingUpdate) -> SumsOverRanks:
         """Takes one step on this rank's shard of one parameter."""

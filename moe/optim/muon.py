@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.checks import check_number
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout, local_shard
 from moe.optim.parameter_groups import SPECIAL_KINDS, WEIGHT, parameter_kind
@@ -69,6 +68,8 @@ class Muon(ShardedOptimizer):
         iterations in bfloat16 on an accelerator only, elsewhere in float32 or wider.
     """
 
+    below_one = ("momentum", "beta1", "beta2")
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -80,19 +81,15 @@ class Muon(ShardedOptimizer):
         epsilon: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        for name, value in (("momentum", momentum), ("beta1", beta1), ("beta2", beta2)):
-            check_number(f"{name} of muon", value, least=0, below=1)
-        for name, value in (("lr", lr), ("epsilon", epsilon), ("weight_decay", weight_decay)):
-            check_number(f"{name} of muon", value, least=0)
-        settings = {
-            "lr": lr,
-            "momentum": momentum,
-            "beta1": beta1,
-            "beta2": beta2,
-            "epsilon": epsilon,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, settings)
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            beta1=beta1,
+            beta2=beta2,
+            epsilon=epsilon,
+            weight_decay=weight_decay,
+        )
 
     def held_elements(self, sharding: MatrixSharding) -> int:
         """Returns the number of elements of the whole matrices, since they are gathered."""

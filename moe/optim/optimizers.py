@@ -30,23 +30,42 @@ class OptimizerSpec:
     """An optimizer that a recipe can name.
 
     Attributes:
-        build: Takes the groups of `parameter_groups`, `clipping_threshold`, `weight_decay`, and
-            options by name.
+        optimizer: Class or function that takes the groups of `parameter_groups` and keywords:
+            `clipping_threshold` and `weight_decay` if it has them, and its options.
         state_elements: Returns the numbers of state that a rank keeps for one parameter. It and
             `summed_elements` take the options that a recipe gives by name, too.
         summed_elements: Returns the numbers that a rank sums over other ranks in a step for one
             parameter, by the mesh axes over which it sums.
-        options_of: Its keywords but `RESERVED` are the options; None if same as for `build`.
     """
 
-    build: Callable[..., torch.optim.Optimizer]
+    optimizer: Callable[..., torch.optim.Optimizer]
     state_elements: Callable[..., int]
     summed_elements: Callable[..., dict[tuple[str, ...], int]]
-    options_of: Callable[..., Any] | None = None
 
     def option_names(self) -> list[str]:
         """Returns the names of the options."""
-        return option_names(self.options_of or self.build, RESERVED)
+        return option_names(self.optimizer, RESERVED)
+
+    def build(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        clipping_threshold: float,
+        weight_decay: float,
+        **options: Any,
+    ) -> torch.optim.Optimizer:
+        """Returns the optimizer; settings that it does not have are left out.
+
+        Args:
+            groups: Result of `parameter_groups`.
+            clipping_threshold: See `OptimRecipe`.
+            weight_decay: See `OptimRecipe`.
+            options: Options by name.
+        """
+        settings = {"clipping_threshold": clipping_threshold, "weight_decay": weight_decay}
+        known = option_names(self.optimizer, ())
+        settings = {name: value for name, value in settings.items() if name in known}
+        return self.optimizer(groups, **settings, **options)
 
 
 OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer")
@@ -65,41 +84,38 @@ def check_optimizer(
     """
     place = "optim.optimizer_options"
     spec = OPTIMIZERS.get(name)
-    check_options(place, name, spec.options_of or spec.build, options, RESERVED)
+    check_options(place, name, spec.optimizer, options, RESERVED)
+
+    # Settings with keys of their own, and the values that every optimizer takes.
+    settings = {"clipping_threshold": clipping_threshold, "weight_decay": weight_decay}
+    neutral = {"clipping_threshold": 1.0, "weight_decay": 0.0}
+    known = option_names(spec.optimizer, ())
+    for key, value in settings.items():
+        if value != neutral[key] and key not in known:
+            raise ConfigError(
+                f"optim.{key} is {value}, but {name} has none. Leave it at {neutral[key]}, or choose another "
+                "optim.optimizer."
+            )
 
     # Building the optimizer for a single number checks the options as for a model.
     number = torch.nn.Parameter(torch.zeros(1, 1))
     groups = [{"params": [number], "batch_dims": 0, "kinds": [WEIGHT]}]
     try:
-        spec.build(
-            groups, clipping_threshold=clipping_threshold, weight_decay=weight_decay, **options
-        )
+        spec.build(groups, **settings, **options)
     except ConfigError as error:
-        if str(error).startswith("optim."):
-            raise
         raise ConfigError(f"{place}: {error}") from error
 
 
 def build_adafactor(
-    groups: list[dict[str, Any]], *, clipping_threshold: float, weight_decay: float
+    groups: list[dict[str, Any]], *, clipping_threshold: float
 ) -> torch.optim.Optimizer:
-    """Returns Adafactor, the paper's optimizer.
-
-    Raises:
-        ConfigError: When a weight decay is set.
-    """
-    if weight_decay:
-        raise ConfigError(
-            f"optim.weight_decay is {weight_decay}, but adafactor has none. Set it to 0, or "
-            "optim.optimizer to adamw."
-        )
+    """Returns Adafactor, the paper's optimizer, with the settings that the planner knows."""
     return adafactor.Adafactor(groups, clipping_threshold=clipping_threshold)
 
 
 def build_adamw(
     groups: list[dict[str, Any]],
     *,
-    clipping_threshold: float,
     weight_decay: float,
     beta1: float = 0.9,
     beta2: float = 0.999,
@@ -107,7 +123,7 @@ def build_adamw(
 ) -> torch.optim.Optimizer:
     """Returns torch's AdamW, as one pass over a parameter and its moments.
 
-    Its learning rate is absolute, and `clipping_threshold` is Adafactor's alone.
+    Its learning rate is absolute.
 
     Raises:
         ConfigError: When an option is out of range.
@@ -128,28 +144,6 @@ def build_adamw(
     )
 
 
-def _without_clipping(
-    name: str, optimizer: Callable[..., torch.optim.Optimizer]
-) -> Callable[..., torch.optim.Optimizer]:
-    """Returns a builder of an optimizer with the options of its class, which does not support clipping."""
-
-    def build(
-        groups: list[dict[str, Any]],
-        *,
-        clipping_threshold: float,
-        weight_decay: float,
-        **options: Any,
-    ) -> torch.optim.Optimizer:
-        if clipping_threshold != 1.0:
-            raise ConfigError(
-                f"optim.clipping_threshold is {clipping_threshold}, but {name} has none: its step "
-                "is bounded. Leave it at 1.0, or set optim.max_grad_norm."
-            )
-        return optimizer(groups, weight_decay=weight_decay, **options)
-
-    return build
-
-
 def _moments(layout: Layout, mesh: MeshConfig, *, num_moments: int, **options: Any) -> int:
     return num_moments * math.prod(layout.local_shape(mesh))
 
@@ -159,43 +153,15 @@ def _no_sums(layout: Layout, mesh: MeshConfig, **options: Any) -> dict[tuple[str
 
 
 OPTIMIZERS.add(
-    "adafactor",
-    OptimizerSpec(
-        build=build_adafactor,
-        state_elements=adafactor.state_elements,
-        summed_elements=adafactor.summed_elements,
-    ),
+    "adafactor", OptimizerSpec(build_adafactor, adafactor.state_elements, adafactor.summed_elements)
+)
+OPTIMIZERS.add("adamw", OptimizerSpec(build_adamw, partial(_moments, num_moments=2), _no_sums))
+OPTIMIZERS.add(
+    "lamb",  # the norms of w, u and g
+    OptimizerSpec(LAMB, partial(_moments, num_moments=2), partial(summed_norms, num_norms=3)),
 )
 OPTIMIZERS.add(
-    "adamw",
-    OptimizerSpec(
-        build=build_adamw, state_elements=partial(_moments, num_moments=2), summed_elements=_no_sums
-    ),
+    "lars",  # the norms of w and g
+    OptimizerSpec(LARS, partial(_moments, num_moments=1), partial(summed_norms, num_norms=2)),
 )
-OPTIMIZERS.add(
-    "lamb",
-    OptimizerSpec(
-        build=_without_clipping("lamb", LAMB),
-        state_elements=partial(_moments, num_moments=2),
-        summed_elements=partial(summed_norms, num_norms=3),  # |w|, |u| and |g|
-        options_of=LAMB,
-    ),
-)
-OPTIMIZERS.add(
-    "lars",
-    OptimizerSpec(
-        build=_without_clipping("lars", LARS),
-        state_elements=partial(_moments, num_moments=1),
-        summed_elements=partial(summed_norms, num_norms=2),  # |w| and |g|
-        options_of=LARS,
-    ),
-)
-OPTIMIZERS.add(
-    "muon",
-    OptimizerSpec(
-        build=_without_clipping("muon", muon.Muon),
-        state_elements=muon.state_elements,
-        summed_elements=muon.summed_elements,
-        options_of=muon.Muon,
-    ),
-)
+OPTIMIZERS.add("muon", OptimizerSpec(muon.Muon, muon.state_elements, muon.summed_elements))

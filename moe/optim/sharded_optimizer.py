@@ -6,14 +6,14 @@ lars.py and lamb.py say what a step is.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe.checks import check
+from moe.checks import check_number
 from moe.distributed.sharding import local_shard
 from moe.errors import ConfigError
 from moe.optim.parameter_groups import WEIGHT
@@ -29,6 +29,8 @@ from moe.optim.stacking import PendingUpdate, Stack, State, alike, stack_updates
 
 MAX_BUCKET_ELEMENTS = 2**24
 """Elements of the shards that are updated together, 64 MiB in float32: their updates are held at once."""
+
+_AT_LEAST_ZERO = ("lr", "weight_decay", "epsilon", "epsilon2", "min_dim_size_to_factor")
 
 SumsOverRanks = Generator[list[PartialSum], None, Any]
 """A computation that needs sums over ranks: it yields partial sums and resumes when they are summed.
@@ -53,7 +55,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     stack_small: bool | None = None
     """Whether small parameters of one shape are updated as one; None for those on an accelerator."""
 
-    def __init__(self, params: Iterable[Any], settings: dict[str, Any]) -> None:
+    above_zero: Sequence[str] = ()
+    """Settings that must be above 0."""
+
+    below_one: Sequence[str] = ()
+    """Settings that must be from 0 to below 1."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        for name, value in settings.items():
+            what = f"{name} of {type(self).__name__.lower()}"
+            if name in self.above_zero:
+                check_number(what, value, above=0)
+            elif name in self.below_one:
+                check_number(what, value, least=0, below=1)
+            elif name in _AT_LEAST_ZERO:
+                check_number(what, value, least=0)
         super().__init__(params, {**settings, "batch_dims": 0})
 
     @abstractmethod
@@ -68,26 +84,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Adds a group of scalars, vectors or matrices, or of stacks of the last two.
 
         Raises:
-            ConfigError: When `batch_dims` is below 0, a stack has only batch dimensions, or `kinds`
-                are not as many as parameters.
+            ConfigError: When `batch_dims` is below 0, or a stack has only batch dimensions.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         batch_dims = group["batch_dims"]
-        num_kinds = len(group.get("kinds") or group["params"])
-        expected = f"one for each of the {len(group['params'])} parameters of the group"
-        check(num_kinds == len(group["params"]), "the number of kinds", num_kinds, expected)
-
         for parameter in group["params"]:
             # A scalar is allowed; a stack of scalars is a vector without `batch_dims`.
             matrix_dims = parameter.ndim - batch_dims
             if batch_dims < 0 or matrix_dims < min(1, batch_dims):
-                name = type(self).__name__
                 raise ConfigError(
-                    f"{name} got a parameter of shape {tuple(parameter.shape)} in a group with "
-                    f"batch_dims {batch_dims}: {matrix_dims} dimensions are left, expected a "
-                    "vector or a matrix. Put it into a group whose batch_dims, 0 or more, counts "
-                    "the dimensions that only stack separate parameters."
+                    f"batch_dims is {batch_dims} for a parameter of shape {tuple(parameter.shape)}: {matrix_dims} "
+                    "dimensions are left, expected a vector or a matrix. Set it to the number of dimensions, 0 or "
+                    "more, that only stack separate parameters."
                 )
 
     @torch.no_grad()

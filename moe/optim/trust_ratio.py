@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.checks import check, check_number
+from moe.checks import check
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout
 from moe.optim.parameter_groups import SPECIAL_KINDS, parameter_kind
@@ -27,24 +27,15 @@ class TrustRatioOptimizer(ShardedOptimizer):
 
     Args:
         params: Parameters or groups of them, see `parameter_groups`.
-        settings: Defaults of the groups: `lr`, `weight_decay`, `epsilon`, `skip` and others.
+        skip: Default of the groups.
+        settings: Other defaults of the groups: `lr`, `weight_decay`, `epsilon` and others.
     """
 
-    def __init__(self, params: Iterable[Any], settings: dict[str, Any]) -> None:
-        for name in ("lr", "weight_decay", "epsilon"):
-            self.check_setting(name, settings[name], least=0)
-        self._check_skip(settings["skip"])
-        super().__init__(params, {**settings, "skip": list(settings["skip"])})
-
-    @classmethod
-    def check_setting(cls, name: str, value: object, **bounds: Any) -> None:
-        """Raises a ConfigError unless a setting is a number within `bounds`, see `check_number`."""
-        check_number(f"{name} of {cls.__name__.lower()}", value, **bounds)
-
-    def _check_skip(self, skip: object) -> None:
-        name = f"skip of {type(self).__name__.lower()}"
+    def __init__(self, params: Iterable[Any], *, skip: Sequence[str], **settings: Any) -> None:
         is_list = isinstance(skip, list | tuple) and all(kind in SPECIAL_KINDS for kind in skip)
-        check(is_list, name, skip, f"a list of kinds of {', '.join(SPECIAL_KINDS)}, or []")
+        expected = f"a list of kinds of {', '.join(SPECIAL_KINDS)}, or []"
+        check(is_list, f"skip of {type(self).__name__.lower()}", skip, expected)
+        super().__init__(params, skip=list(skip), **settings)
 
 
 def is_adapted(pending: PendingUpdate) -> bool:

@@ -46,9 +46,7 @@ def adamw(model):
     """Returns AdamW as a run builds it: torch plans a fused step once, and that of each operation
     and shape otherwise, which takes seconds on a mesh of four axes.
     """
-    return build_adamw(
-        parameter_groups(model), clipping_threshold=1, weight_decay=0.01, epsilon=1e-3
-    )
+    return build_adamw(parameter_groups(model), weight_decay=0.01, epsilon=1e-3)
 
 
 def lamb(model):

@@ -149,9 +149,9 @@ def test_an_impossible_setting_is_refused():
 
 def test_a_stack_of_nothing_is_refused_with_the_way_out():
     for shape, batch_dims, message in (
-        ((3,), 1, r"shape \(3,\).*batch_dims 1: 0 dim"),
+        ((3,), 1, r"batch_dims is 1 .*shape \(3,\): 0 dim"),
         ((), 1, "-1 dim"),
-        ((3, 5), -1, "batch_dims -1: 3 dim.*0 or more"),
+        ((3, 5), -1, "batch_dims is -1 .*: 3 dim"),
     ):
         parameter = torch.nn.Parameter(torch.zeros(shape))
         with pytest.raises(ConfigError, match=message):

@@ -231,9 +231,3 @@ def test_an_impossible_setting_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             optimizer([torch.nn.Parameter(torch.zeros(3))], **{name: value})
-
-
-def test_kinds_that_are_not_as_many_as_parameters_are_refused():
-    group = {"params": [torch.nn.Parameter(torch.zeros(3))], "kinds": ["norms", "router"]}
-    with pytest.raises(ConfigError, match="number of kinds is 2; expected one for each of the 1"):
-        LARS([group])
