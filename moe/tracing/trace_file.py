@@ -185,27 +185,28 @@ def read_trace(folder: Path) -> Trace:
 
 def _read_rows(table: pa.Table, facts: TraceFacts) -> dict[str, Tensor]:
     """Returns the rows of all tokens by name, as `Recording.record` gives those of a batch."""
-    # Document and domain of each example are those of its tokens.
-    example = _tensor(table["example"])
-    document = torch.zeros(facts.num_examples, dtype=torch.int32)
-    document[example] = _tensor(table["document"])
-    domain = torch.zeros(facts.num_examples, dtype=torch.int32)
-    domain[example] = _tensor(pc.index_in(table["domain"], pa.array(facts.domains)))
-    rows = {"document": document, "domain": domain}
+    # Document and domain of each example are those of its first token.
+    numbers, first = np.unique(table["example"].to_numpy(), return_index=True)
+    of_examples = table.take(first)
+    domains = [facts.domains.index(name) for name in of_examples["domain"].to_pylist()]
+    rows = {
+        "document": torch.zeros(facts.num_examples, dtype=torch.int32),
+        "domain": torch.zeros(facts.num_examples, dtype=torch.int32),
+    }
+    rows["document"][numbers] = _tensor(of_examples["document"])
+    rows["domain"][numbers] = torch.tensor(domains, dtype=torch.int32)
 
+    # Columns of a stack are null in rows of the other.
     for stack in STACKS:
-        of_stack = table.filter(pc.equal(table["stack"], stack))
+        of_stack = table.filter(pc.field("stack") == stack).flatten()
         example = _tensor(of_stack["example"])
         rows[f"{stack}.lengths"] = torch.bincount(example, minlength=facts.num_examples)
         rows[f"{stack}.ids"] = _tensor(of_stack["token"])
+        for name in of_stack.column_names:
+            if name.startswith(f"{stack}."):
+                rows[name] = _tensor(of_stack[name])
         if stack == "decoder":
             rows["decoder.targets"] = _tensor(of_stack["target"])
-        for layer in facts.layers:
-            if layer.stack == stack:
-                name = f"{stack}.{layer.layer}"
-                for part in of_stack[name].type:
-                    values = pc.struct_field(of_stack[name], part.name)
-                    rows[f"{name}.{part.name}"] = _tensor(values)
     return rows
 
 

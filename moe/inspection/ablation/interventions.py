@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from moe.sparse.editing import (
     LayerEdit,
@@ -96,7 +97,7 @@ class AblatedLayer(NamedTuple):
         peer: <int64>[E] another expert for each, by default the one of nearest load.
     """
 
-    module: nn.Module
+    module: PreTrainedModel
     key: LayerKey
     mean_output: Tensor
     peer: Tensor

@@ -91,7 +91,8 @@ def check_statistics(
     """Raises a ConfigError unless the statistics are of layers and experts of the trace."""
     num_experts = {layer.key: layer.facts.num_experts for layer in trace.layers}
     experts: list[tuple[LayerKey, int]] = [(table.key, 0) for table in classes]
-    experts += [((bar.stack, bar.layer), bar.expert) for bar in ablation]
+    for bar in ablation:
+        experts.append(((bar.stack, bar.layer), bar.expert))
     for key, expert in experts:
         check(key in num_experts, "a layer of statistics", key, f"one of {list(num_experts)}")
         expected = f"an expert of {layer_name(key)}, from 0 to {num_experts[key] - 1}"

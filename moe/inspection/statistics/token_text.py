@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -168,7 +168,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], Tensor, 
     # An unknown character is special to the tokenizer, but part of a word to a reader.
     is_sentinel = torch.tensor([_SENTINEL.fullmatch(name) is not None for name in names])
     is_special = is_sentinel.clone()
-    is_special[tokenizer.all_special_ids] = True
+    is_special[cast(Any, tokenizer).all_special_ids] = True
     unknown = tokenizer.unk_token_id
     if unknown is not None:
         is_special[unknown] = False
