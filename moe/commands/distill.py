@@ -122,7 +122,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         check_kind(out, TRAINING_RUN)
         find_replica_groups(recipe.mesh, world)
         broadcast_from_rank_zero(lambda: refuse_to_overwrite(out, arguments.resume))
-        check_options(recipe, arguments, typed)
+        check_options(arguments, typed)
         check_models(arguments)
 
         # The student's run beside its teacher.
@@ -145,9 +145,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         broadcast_from_rank_zero(finish)
 
 
-def check_options(
-    recipe: DistillRecipe | DistillPairsRecipe, arguments: Namespace, typed: set[str]
-) -> None:
+def check_options(arguments: Namespace, typed: set[str]) -> None:
     """Raises a ConfigError for options that exclude each other or would change nothing."""
     if (arguments.corpus is None) == (arguments.train is None):
         given = "both" if arguments.corpus else "none"
