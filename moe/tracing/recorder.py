@@ -188,8 +188,8 @@ class Recording:
             ConfigError: When it is not a TracedBatch.
             DataError: When the batch has no labels, or is packed.
         """
-        expected = "a TracedBatch; traced_batches(...) makes them of batches"
-        check(isinstance(traced, TracedBatch), "A batch to record", traced, expected)
+        is_traced = isinstance(traced, TracedBatch)
+        check(is_traced, "A batch to record", traced, "a TracedBatch; see traced_batches")
         batch = unpacked(traced.batch)
         ids = batch["input_ids"]
         labels = batch["labels"]

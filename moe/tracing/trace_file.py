@@ -80,10 +80,8 @@ def record_to_folder(
             writer = None
             for table in _row_groups(recording, batches):
                 if writer is None:
-                    path = partial / TRACE_FILE
-                    writer = files.enter_context(
-                        pq.ParquetWriter(path, table.schema, compression="zstd")
-                    )
+                    file = pq.ParquetWriter(partial / TRACE_FILE, table.schema, compression="zstd")
+                    writer = files.enter_context(file)
                 writer.write_table(table)
 
             # Sums over all batches come last.

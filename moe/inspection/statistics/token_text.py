@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
     return text._replace(starts_sentence=_sentence_starts(text))
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], Tensor, Tensor, Tensor]:
+def _vocabulary(tokenizer: Any) -> tuple[list[str], Tensor, Tensor, Tensor]:
     """Returns the V pieces of a tokenizer.
 
     Returns:
@@ -168,7 +168,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerFast) -> tuple[list[str], Tensor, 
     # An unknown character is special to the tokenizer, but part of a word to a reader.
     is_sentinel = torch.tensor([_SENTINEL.fullmatch(name) is not None for name in names])
     is_special = is_sentinel.clone()
-    is_special[cast(Any, tokenizer).all_special_ids] = True
+    is_special[tokenizer.all_special_ids] = True
     unknown = tokenizer.unk_token_id
     if unknown is not None:
         is_special[unknown] = False
