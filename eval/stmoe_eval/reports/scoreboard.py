@@ -198,7 +198,7 @@ def board_chart(lines: Sequence[Line]) -> str:
     for number, (style, name, value, low, high) in enumerate(bars):
         top = _BAR * number
         if style == "title":
-            parts.append(f'<text y="{top + 15}" font-weight="600">{escape(name)}</text>')
+            parts.append(f'<text y="{top + 15}" style="font-weight: 600">{escape(name)}</text>')
             continue
         left, right = sorted((x(0.0), x(value)))
         short = name if len(name) <= _NAME_CHARACTERS else f"{name[:18]}…{name[-15:]}"
