@@ -157,7 +157,7 @@ _matthews = _scores(metrics.MATTHEWS)
 METRICS: CaseFunctions = {
     # Classes.
     "accuracy": _scores(metrics.ACCURACY),
-    "sequence_accuracy": _scores(metrics.SEQUENCE_ACCURACY),
+    "sequence_accuracy": _scores(metrics.ACCURACY),
     "mean_multiclass_f1": _mean_multiclass_f1,
     "f1_score_with_invalid": _scores(metrics.F1_WITH_INVALID),
     "rank_classification": _rank_classification,

@@ -40,7 +40,7 @@ def in_groups(pairs):
 queries = in_groups(st.tuples(references, words))
 questions = in_groups(st.tuples(st.integers(0, 1), st.integers(-1, 1)))
 
-OF_TEXTS = (metrics.SEQUENCE_ACCURACY, metrics.ROUGE1, metrics.ROUGE2, metrics.ROUGELSUM)
+OF_TEXTS = (metrics.ACCURACY, metrics.ROUGE1, metrics.ROUGE2, metrics.ROUGELSUM)
 OF_ANSWERS = (metrics.SQUAD_EM, metrics.SQUAD_F1, metrics.TRIVIA_EM, metrics.TRIVIA_F1)
 MEANS: list[tuple[Metric, st.SearchStrategy]] = [
     (metrics.ACCURACY, three_labels),

@@ -81,7 +81,6 @@ def exact_matches(targets: Values, answers: Values) -> NDArray[np.float64]:
 
 
 ACCURACY = mean_of("accuracy", exact_matches)
-SEQUENCE_ACCURACY = mean_of("sequence_accuracy", exact_matches)
 
 
 def mean_multiclass_f1(num_classes: int) -> Metric:
