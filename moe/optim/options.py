@@ -42,7 +42,7 @@ def check_options(
         reserved: Keywords that recipes have their own keys for.
 
     Raises:
-        ConfigError: For the first option that is unknown, missing, or of another type.
+        ConfigError: For the first option that is unknown, or of another type.
     """
     known = option_names(function, reserved)
     for name in options:
@@ -52,22 +52,18 @@ def check_options(
                 f"Known: {', '.join(known) or 'none'}."
             )
 
-    keywords = _keywords(function)
     annotations = typing.get_type_hints(
         function.__init__ if isinstance(function, type) else function
     )
-    for name in known:
-        if name in options:
-            _check_kind(f"{place}.{name}", options[name], annotations.get(name))
-        elif keywords[name].default is inspect.Parameter.empty:
-            raise ConfigError(f"{place}: {owner} needs the option {name}. Give it a value.")
+    for name, value in options.items():
+        _check_kind(f"{place}.{name}", value, annotations.get(name))
 
 
 @functools.cache
-def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _keywords(function: Callable[..., Any]) -> list[str]:
     """Returns the keyword-only parameters of a function, or of a class's constructor."""
     parameters = inspect.signature(function).parameters.values()
-    return {item.name: item for item in parameters if item.kind is item.KEYWORD_ONLY}
+    return [item.name for item in parameters if item.kind is item.KEYWORD_ONLY]
 
 
 def _check_kind(name: str, value: object, annotation: Any) -> None:

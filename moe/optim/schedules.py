@@ -159,55 +159,6 @@ def linear(
     )
 
 
-@SCHEDULES.register("exponential")
-def exponential(
-    *,
-    lr: float,
-    warmup_steps: float,
-    decay_steps: float,
-    decay_rate: float = 0.97,
-    staircase: bool = True,
-    decay_start: DecayStart = "first_step",
-    warmup_start: int = -1,
-) -> Schedule:
-    """Returns lr decay_rate^(t / decay_steps) after a linear warm-up.
-
-    Args:
-        lr: The rate at which the warm-up ends.
-        warmup_steps: Steps over which the rate rises; 0 for no warm-up.
-        decay_steps: Steps in which the rate falls by `decay_rate`.
-        decay_rate: Remaining share of the rate then; 1 disables the decay.
-        staircase: Whether the rate stays between these steps and falls at once.
-        decay_start: Where t is 0; see `polynomial`.
-        warmup_start: See `polynomial`.
-
-    Raises:
-        ConfigError: When an option is out of range.
-
-    Source:
-        EfficientNets on TPU-v3 (arXiv:2011.00071): ×0.97 every 2.4 epochs after 5 of warm-up;
-        tensorflow/tpu efficientnet/utils.py. Differs: the first update has a rate above 0, unless
-        `warmup_start` is 0.
-    """
-    check_number("decay_steps", decay_steps, least=1)
-    check_number("decay_rate", decay_rate, above=0, most=1, reason="a rate that grows diverges")
-    _check_warmup_start(warmup_start)
-
-    start = 0.0
-    if warmup_steps and decay_start == "warmup_end":
-        start = warmup_start + warmup_steps
-
-    def rate(step: int) -> float:
-        if step - warmup_start < warmup_steps:
-            return lr * _warmed_up(step, warmup_steps, warmup_start)
-        num_falls = max(0.0, (step - start) / decay_steps)
-        if staircase:
-            num_falls = math.floor(num_falls)
-        return lr * decay_rate**num_falls
-
-    return rate
-
-
 def _warmed_up(step: int, warmup_steps: float, warmup_start: int) -> float:
     return min(1.0, (step - warmup_start) / warmup_steps) if warmup_steps else 1.0
 
