@@ -15,7 +15,6 @@ from moe.network.ring_orders import fold
 from moe.network.rings import (
     factorisations,
     grid_all_reduce,
-    grid_reduce_scatter,
     ring_reduce_scatter,
     row_pair_all_reduce,
     torus_all_reduce,
@@ -65,20 +64,6 @@ def test_every_rank_of_a_torus_ends_with_the_sum(
     ranks = np.arange(math.prod(shape)).reshape(shape)
 
     verify(torus_all_reduce(ranks, num_units, rotates_axes=rotates_axes))
-
-
-@given(shape=SHAPES, num_units=UNITS)
-def test_shards_of_a_grid_are_summed_and_gathered(shape: list[int], num_units: int) -> None:
-    scatter = grid_reduce_scatter(np.arange(math.prod(shape)).reshape(shape), num_units)
-
-    verify(scatter)
-    verify(scatter.reversed())
-    assert np.sum(scatter.after.high - scatter.after.low) == num_units
-
-
-@given(levels=st.lists(st.sampled_from([1, 2, 3, 5, 7]), min_size=1, max_size=3), num_units=UNITS)
-def test_levels_of_a_cluster_sum_exactly(levels: list[int], num_units: int) -> None:
-    verify(grid_all_reduce(levelled(levels), num_units))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 4), (3, 2, 5), (1, 4, 3)])

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from moe.errors import ConfigError
 from moe.network.link_slots import NUM_GAPS
-from moe.network.rings import grid_all_reduce, ring_reduce_scatter
-from moe.network.schedule import Schedule, Transfers, beside, intervals, transfers
+from moe.network.rings import grid_all_reduce
+from moe.network.schedule import Schedule, Transfers, intervals, transfers
 from moe.network.simulate import simulate
-from moe.network.topology import Links, Topology, grid
+from moe.network.topology import Topology, grid
 from tests.oracles.network import simulate_slowly, without_link
 
 BANDWIDTH = 8.0
@@ -152,30 +152,17 @@ def test_a_ring_on_a_line_carries_one_message_all_the_way_back() -> None:
 
 @given(rows=st.integers(2, 5), columns=st.integers(2, 7))
 def test_two_axes_take_the_closed_form_of_two_rings(rows: int, columns: int) -> None:
-    schedule = torus_all_reduce(rows, columns, units_per_shard=2)
+    ranks = np.arange(rows * columns).reshape(rows, columns)
+    schedule = grid_all_reduce(ranks, 2 * ranks.size)
     payload_bytes = 997.0
 
     simulation = simulate(schedule, network(rows, columns), payload_bytes)
 
-    # 2 (p - 1) (alpha + S / (p b)) on the columns, and the same of S / p on the rows.
-    shard_bytes = payload_bytes / rows
-    first = 2 * (rows - 1) * (LATENCY + shard_bytes / BANDWIDTH)
-    second = 2 * (columns - 1) * (LATENCY + shard_bytes / columns / BANDWIDTH)
+    # 2 (p - 1) (alpha + S / (p b)) along the rows, and the same of S / p along the columns.
+    shard_bytes = payload_bytes / columns
+    first = 2 * (columns - 1) * (LATENCY + shard_bytes / BANDWIDTH)
+    second = 2 * (rows - 1) * (LATENCY + shard_bytes / rows / BANDWIDTH)
     assert simulation.seconds == pytest.approx(first + second, rel=1e-12)
-
-
-def torus_all_reduce(num_rows: int, num_columns: int, *, units_per_shard: int) -> Schedule:
-    """Sums along the columns, then shards of that along the rows; then back."""
-    num_ranks = num_rows * num_columns
-    num_units = num_ranks * units_per_shard
-    ranks = np.arange(num_ranks).reshape(num_rows, num_columns)
-    shards = np.arange(num_rows + 1) * num_columns * units_per_shard
-    down = ring_reduce_scatter(ranks.T, 0, num_units, num_ranks=num_ranks, num_units=num_units)
-    along = ring_reduce_scatter(
-        ranks, shards[:-1], shards[1:], num_ranks=num_ranks, num_units=num_units
-    )
-    scatter = down.then(along)
-    return scatter.then(scatter.reversed())
 
 
 def test_messages_on_one_link_go_one_after_the_other() -> None:
@@ -193,14 +180,6 @@ def test_messages_on_one_link_go_one_after_the_other() -> None:
     assert simulation.path.waiting == 3.0
     assert simulation.path.bandwidth == 2.0
     assert simulation.path.latency == LATENCY
-
-
-def test_whoever_is_ready_first_has_the_link() -> None:
-    # Row 1 would send what row 0 brings; row 2, of the same step, has its data already.
-    table = copies((0, 0, 1, 0, 4), (1, 1, 2, 0, 4), (1, 1, 2, 4, 6))
-    simulation = simulate(schedule_of(5, 8, table), network(5), 64.0)
-
-    assert simulation.timeline.start.tolist() == [0.0, 4.0 + LATENCY, 0.0]
 
 
 def test_a_link_that_waits_for_a_late_message_serves_others_meanwhile() -> None:
@@ -259,20 +238,6 @@ def test_a_message_over_several_links_takes_their_latencies_and_the_slowest_one(
     assert sorted(simulation.link_busy_seconds[simulation.link_busy_seconds > 0]) == [2.0, 4.0, 8.0]
 
 
-def test_a_fast_link_carries_as_many_slow_messages_at_once_as_fit() -> None:
-    # Four ranks send through a switch and a trunk, twice as fast as they are, to a second switch.
-    ends = [(0, 8), (1, 8), (2, 8), (3, 8), (8, 9), (9, 4), (9, 5), (9, 6), (9, 7)]
-    bandwidth = np.array([8.0] * 4 + [16.0] + [8.0] * 4)
-    links = Links(*np.array(ends).T, bandwidth=bandwidth, latency=np.zeros(9))
-    topology = Topology("tree", 8, 10, links)
-    table = copies((0, 0, 4, 0, 1), (0, 1, 5, 1, 2), (0, 2, 6, 2, 3), (0, 3, 7, 3, 4))
-
-    simulation = simulate(schedule_of(8, 4, table), topology, 32.0)
-
-    assert simulation.timeline.start.tolist() == [0.0, 0.0, 0.5, 1.0]
-    assert simulation.seconds == 2.0
-
-
 @pytest.mark.parametrize("num_slices", [1, 2, 5])
 def test_slices_follow_each_other_through_a_pipeline(num_slices: int) -> None:
     # One rank's payload goes down a line of four, slice by slice.
@@ -289,15 +254,6 @@ def test_slices_follow_each_other_through_a_pipeline(num_slices: int) -> None:
     assert simulation.seconds == pytest.approx(stages * flow + (num_ranks - 1) * LATENCY)
 
 
-def test_steps_are_no_barriers() -> None:
-    # A long message of step 0 between two ranks does not hold up the steps of two others.
-    table = copies((0, 0, 1, 0, 8), (0, 2, 3, 0, 1), (1, 3, 4, 0, 1))
-    simulation = simulate(schedule_of(5, 8, table), network(5), 64.0)
-
-    assert simulation.timeline.start.tolist() == [0.0, 0.0, 1.0 + LATENCY]
-    assert simulation.seconds == 8.0 + LATENCY
-
-
 def test_a_write_waits_until_earlier_steps_have_read_and_written_the_units() -> None:
     # Rank 1 sends units 0 to 3 for 4 s; what comes to unit 3 waits, what comes to unit 4 does not.
     table = copies((0, 1, 2, 0, 4), (1, 0, 1, 3, 4), (1, 0, 1, 4, 5), (2, 0, 1, 3, 4))
@@ -307,14 +263,6 @@ def test_a_write_waits_until_earlier_steps_have_read_and_written_the_units() -> 
     assert simulation.timeline.start.tolist() == [0.0, 4.0, 0.0, 5.0 + LATENCY]
     assert simulation.path.rows.tolist() == [0, 1, 3]
     assert simulation.path.latency == 2 * LATENCY
-
-
-def test_what_is_sent_and_received_in_one_step_needs_no_wait() -> None:
-    # Two ranks exchange the same units.
-    table = copies((0, 0, 1, 0, 2), (0, 1, 0, 0, 2))
-    simulation = simulate(schedule_of(2, 2, table), network(2), 16.0)
-
-    assert simulation.timeline.start.tolist() == [0.0, 0.0]
 
 
 def test_a_dead_rank_is_gone_around() -> None:
@@ -332,16 +280,6 @@ def test_a_schedule_that_sends_nothing_takes_no_time() -> None:
     assert simulation.seconds == 0.0
     assert simulation.path.rows.tolist() == []
     assert simulate(grid_all_reduce(range(3), 0), network(3), 100.0).seconds == 0.0
-
-
-def test_schedules_beside_each_other_on_different_links_take_the_longer_time() -> None:
-    forwards = grid_all_reduce(range(5), 5).at(0, 7)
-    backwards = grid_all_reduce(range(5)[::-1], 2).at(5, 7)
-
-    together = simulate(beside([forwards, backwards]), network(5), 70.0)
-
-    alone = [simulate(part, network(5), 70.0).seconds for part in (forwards, backwards)]
-    assert together.seconds == max(alone)
 
 
 def test_ranks_that_cannot_be_reached_are_refused() -> None:

@@ -35,7 +35,6 @@ _NOMINAL = Rate(bandwidth=1.0, latency=0.0)
 """Rate of the links of a group's own network, of which builders only use the shape."""
 
 _TILE = re.compile(r"\s*(\w+)\s*=\s*(\d{1,6}(?:x\d{1,6})*)\s*", re.ASCII)
-"""Text of a tile."""
 
 Tile = tuple[int, ...]
 
