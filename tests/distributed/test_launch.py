@@ -91,16 +91,6 @@ def refuse(error, message, **options):
         pass
 
 
-def test_a_timeout_that_is_no_number_of_seconds_is_refused():
-    for timeout in (0, float("inf"), "60"):
-        refuse(ConfigError, "^timeout is .*; expected a finite number above 0", timeout=timeout)
-
-
-def test_half_of_torchruns_variables_are_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    refuse(ConfigError, "but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT")
-
-
 def test_groups_made_later_have_the_timeout_and_the_end_leaves_nothing(torchrun, free_port):
     torchrun(0, 1, free_port)
     before = distributed_c10d.default_pg_timeout
@@ -120,48 +110,37 @@ def test_an_error_of_the_program_is_not_mistaken_for_a_lost_rank(torchrun, free_
     assert not dist.is_initialized()
 
 
-def test_a_port_in_use_is_named(torchrun, busy_port):
-    torchrun(0, 2, busy_port)
-    refuse(DistributedError, rf"listen on 127\.0\.0\.1:{busy_port}: the port is in use", timeout=5)
-
-
 @pytest.mark.parametrize(
-    ("rank", "reason"), [(0, "1/2 clients joined"), (1, "nothing listens there: .*refused")]
+    ("rank", "port", "reason"),
+    [
+        (0, "free_port", "within 1 seconds.*--timeout.*1/2 clients joined"),
+        (1, "free_port", "within 1 seconds.*--timeout.*nothing listens there: .*refused"),
+        (0, "busy_port", "the port is in use"),
+        (1, "busy_port", "within 1 seconds.*a free port.*did not respond"),
+    ],
 )
-def test_a_rank_that_finds_no_other_gives_up_in_time(torchrun, free_port, rank, reason):
-    torchrun(rank, 2, free_port)
+def test_a_rank_that_meets_no_other_gives_up_in_time(torchrun, request, rank, port, reason):
+    port = request.getfixturevalue(port)
+    torchrun(rank, 2, port)
     start = time.monotonic()
-    message = f"Rank {rank} of 2 could not connect to the others at .*:{free_port} within 1 seconds"
-    refuse(DistributedError, f"{message}.*--timeout.*{reason}", timeout=1)
-    assert time.monotonic() - start < 4
-
-
-def test_a_listener_that_never_answers_is_given_up_in_time(torchrun, busy_port):
-    torchrun(1, 2, busy_port)
-    start = time.monotonic()
-    message = rf"127\.0\.0\.1:{busy_port} within 1 seconds.*a free port.*did not respond"
-    refuse(DistributedError, message, timeout=1)
+    refuse(DistributedError, rf"127\.0\.0\.1:{port}.*{reason}", timeout=1)
     assert time.monotonic() - start < 5
 
 
-def test_torchruns_variables_are_numbers_in_their_range(torchrun, monkeypatch):
-    torchrun(0, 2, 29500)
-    for name, value in (
-        ("RANK", "first"),
-        ("RANK", "2"),
-        ("WORLD_SIZE", "0"),
-        ("LOCAL_RANK", "1.0"),
-        ("MASTER_PORT", "65536"),
-    ):
+def test_variables_of_torchrun_and_timeouts_that_cannot_be_are_refused(torchrun, monkeypatch):
+    torchrun(1, 2, 29500)
+    wrong = {"RANK": "2", "WORLD_SIZE": "0", "LOCAL_RANK": "1.0", "MASTER_PORT": "65536"}
+    for name, value in wrong.items():
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             refuse(ConfigError, rf"^{name} is '.*; expected an integer from . to .*unset RANK")
+    for timeout in (0, float("inf"), "60"):
+        refuse(ConfigError, "^timeout is .*; expected a finite number above 0", timeout=timeout)
 
-
-def test_a_name_that_no_host_can_have_is_a_message(torchrun, monkeypatch):
-    torchrun(1, 2, 29500)
     monkeypatch.setenv("MASTER_ADDR", "x" * 100)
     refuse(DistributedError, r"could not connect to the others at x{100}:29500", timeout=0.2)
+    monkeypatch.delenv("WORLD_SIZE")
+    refuse(ConfigError, "but not WORLD_SIZE")
 
 
 @pytest.mark.slow

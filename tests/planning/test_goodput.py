@@ -23,6 +23,7 @@ def test_a_full_restart_of_llama_3_may_cost_eighteen_minutes_at_ninety_percent()
     costs = FailureCosts(mtbf, restart=8 * 60, checkpoint=20 * 60, stall=10, heal=30)
     (restart,) = survivals(mesh, costs)
     assert restart.goodput == pytest.approx(0.90, abs=0.005)
+    assert survivals(mesh, costs._replace(mtbf=50))[0].goodput == 0
     text = show_survivals(mesh, costs, [restart])
     assert "16,384 ranks with a failure every 3 h 6 min (a device fails every 50,6" in text
 
@@ -36,11 +37,6 @@ def test_each_way_to_survive_costs_what_is_idle_and_what_is_missing():
     assert constant.goodput == pytest.approx(1 - (10 + 50) / 1000)
     assert shrink.goodput == pytest.approx(1 - (10 + 20) / 1000)
     assert spare.goodput == pytest.approx((1 - 10 / 1000) * 5 / 6)
-
-
-def test_a_run_that_fails_faster_than_it_starts_does_nothing():
-    costs = FailureCosts(mtbf=50, restart=100, checkpoint=60, stall=4, heal=6)
-    assert survivals(MeshConfig(), costs)[0].goodput == 0
 
 
 def test_durations_are_read_and_shown_in_the_units_that_people_use():
