@@ -6,6 +6,7 @@ The name may hold another metric or a number in brackets, as `mean_group_metric(
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stmoe_eval.scores import metrics
@@ -157,7 +158,7 @@ _matthews = _scores(metrics.MATTHEWS)
 METRICS: CaseFunctions = {
     # Classes.
     "accuracy": _scores(metrics.ACCURACY),
-    "sequence_accuracy": _scores(metrics.ACCURACY),
+    "sequence_accuracy": _scores(replace(metrics.ACCURACY, name="sequence_accuracy")),
     "mean_multiclass_f1": _mean_multiclass_f1,
     "f1_score_with_invalid": _scores(metrics.F1_WITH_INVALID),
     "rank_classification": _rank_classification,
