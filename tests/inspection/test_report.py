@@ -345,6 +345,7 @@ METRICS = '{"step": 1, "train/ce_loss": 2.0}\n'
 DAMAGED_METRICS = [
     ('{"prompt": "x"}\n{}\n', "line 1: prompt is 'x'"),
     (METRICS + '{"train/ce_loss": 1}\n', "line 2 has no step"),
+    ('{"step": 9, "train/ce_loss": 1}\n' + METRICS, "line 2: step 1 comes after a later one"),
     (METRICS + '{"step": 2, "train/ce_loss": "low"}\n', "line 2: train/ce_loss is 'low'"),
     ('{"step": 1, "mine": 1.0}\n', "measures none of train/ce_loss"),
 ]
@@ -374,7 +375,9 @@ DAMAGED_EVALUATIONS = [
     (changed(*SCORES, 0, "value", value="good"), "is not an evaluation"),
     (changed("tasks", 0, "systems", value=[]), "is not an evaluation"),
     (changed("tasks", value=3), "is not an evaluation"),
-    ("{}", "is not an evaluation: it has no 'tasks'"),
+    (changed("tasks", value={}), "its tasks are not a list"),
+    (changed("tasks", 0, "task", value=7), "a name is not a text"),
+    ("{}", "is not an evaluation: it has no 'models'"),
 ]
 
 
@@ -390,6 +393,7 @@ def test_a_damaged_evaluation_is_refused(tmp_path, content, message):
 REFUSED = [
     (["--inputs-length", "3000"], "spans, but the vocabulary has 100 sentinels"),
     (["--metrics", "a\nb=c"], "in printable characters"),
+    (["--metrics", "{inputs}/run/metrics.jsonl"], "expected NAME=FILE"),
     (
         ["--metrics", "a={inputs}/run/metrics.jsonl", "a={inputs}/run/metrics.jsonl"],
         "each name once",

@@ -22,8 +22,8 @@ def read_evaluation(path: Path) -> Report:
     """Returns the evaluation in a report.json, with what the page shows of each task.
 
     A task gets `answers`, some inputs with the first system's answer and the target; `figure`, a
-    chart of the comparable scores, None for none; `comparisons`, sentences; and `rows`, its scores as
-    texts.
+    chart of the comparable scores, None for none; `comparisons`, sentences; `size`, a sentence; and
+    `rows`, its scores as texts. `failures` says which tasks failed.
 
     Args:
         path: The report.json, or the folder that contains it.
@@ -34,7 +34,20 @@ def read_evaluation(path: Path) -> Report:
     file = path / "report.json" if path.is_dir() else path
     with reading(file, advice=_ADVICE, problem="is not an evaluation"):
         report = read_json(file, advice=_ADVICE)
+        model_sentences("", report)  # which must be readable, too
+        report["failures"] = [
+            f"{failure['task']} failed: {failure['message']}"
+            for failure in report.get("failed", ())
+        ]
+        if not isinstance(report["tasks"], list):
+            raise ValueError("its tasks are not a list")
         for task in report["tasks"]:
+            if not all(isinstance(task[name], str) for name in ("task", "description", "split")):
+                raise ValueError("a name is not a text")
+            task["size"] = (
+                f"{task['description']} {task['num_examples']:,} examples of the {task['split']} split in "
+                f"{task['num_groups']:,} groups."
+            )
             rows = []
             for system in task["systems"]:
                 for score in system["scores"]:

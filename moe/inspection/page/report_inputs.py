@@ -101,12 +101,16 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
     advice = "Give the metrics.jsonl of a run."
     stages = []
     for name, path in named_paths("--metrics", arguments).items():
+        if not name.strip():
+            raise ConfigError(f"--metrics is {path}; expected NAME=FILE, e.g. mine={path}.")
         lines: list[Line] = []
         for number, values in read_json_lines(path, advice=advice, torn_end=True, nan=True):
             where = f"{path}, line {number}"
             lines.append(to_record(Line, values, where=where, advice=advice))
             if "step" not in values:
                 raise DataError(f"{where} has no step. {advice}")
+            if len(lines) > 1 and values["step"] < lines[-2]["step"]:
+                raise DataError(f"{where}: step {values['step']} comes after a later one. {advice}")
         names = {metric for line in lines for metric in line}
         if names.isdisjoint(_PLOTTED):
             raise DataError(f"{path} measures none of {', '.join(_PLOTTED)}. {advice}")
