@@ -82,7 +82,7 @@ def test_arguments_that_do_not_fit_are_one_line(tmp_path, monkeypatch, arguments
 
 
 def test_what_is_read_and_what_is_finished_take_no_output(corpus, tmp_path):
-    with pytest.raises(ConfigError, match=r"lies in .*corpus, which is read"):
+    with pytest.raises(ConfigError, match=r"corpus/x is .*corpus or lies in it, which is read"):
         output_path(corpus / "x", inputs=[corpus])
     with pytest.raises(ConfigError, match=r"lies in .*corpus, a corpus"):
         output_path(corpus / "deep/x")

@@ -100,7 +100,6 @@ def test_what_does_not_map_to_the_layers_is_refused():
     for asked, message in (
         ({"tp_size": 3}, r"The mesh .* does not fit: .*heads"),
         ({"tp_size": 2, "fsdp_size": 2}, "has fsdp_size 2, but only tp_size is supported here"),
-        ({"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}, "has its own tp_plan"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_distributed_config(config, DistributedConfig(**asked))
