@@ -13,7 +13,7 @@ from moe.files import whole_file
 from moe.inspection.tables import format_table
 from moe.kernels.product_choice import processor_name
 
-Columns = Sequence[tuple[str, str | Callable[[Mapping[str, Any]], Any], str]]
+Columns = Sequence[tuple[str, str | Callable[[Any], Any], str]]
 """The columns of a table: header, field of a row or function of it, and format of its values."""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple, TypeVar
 
-from filelock import AcquireReturnProxy, BaseFileLock, FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
@@ -156,7 +156,7 @@ def locked_folder(folder: Path, in_use: str) -> Iterator[None]:
         yield
 
 
-def _lock(path: Path, in_use: str, *, wait: bool = False) -> AcquireReturnProxy[BaseFileLock]:
+def _lock(path: Path, in_use: str, *, wait: bool = False) -> AcquireReturnProxy[FileLock]:
     """Returns the lock of a file, to be released by `with`; a file with content keeps it.
 
     Raises:
