@@ -4,9 +4,10 @@ stmoe corpus --out runs/corpus --data my.txt more.jsonl folder/
 """
 
 from moe.cli import Parser, integer, path, real, word
-from moe.data.corpus import build_corpus, corpus_table, save_corpus
+from moe.data.corpus import CORPUS_HEADER, build_corpus, corpus_rows, save_corpus
 from moe.data.documents import TEXT_COLUMN, read_files
 from moe.files import check_replaceable, output_path
+from moe.inspection.tables import format_table
 
 
 def build_parser() -> Parser:
@@ -47,5 +48,8 @@ def main(argv: list[str]) -> None:
     documents = read_files(options.data, options.column)
     corpus = build_corpus(documents, options.held_out, options.seed)
     save_corpus(corpus, out)
-    print(corpus_table(corpus))
+    cells = []
+    for row in corpus_rows(corpus):
+        cells.append([f"{value:,}" if isinstance(value, int) else value for value in row])
+    print(format_table(CORPUS_HEADER, cells))
     print(f"{corpus.num_repeated:,} repeated paragraphs were left out. The corpus is in {out}.")

@@ -5,22 +5,20 @@ Comes after `documents`, before `tokenizer` and `pipeline`.
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import pyarrow
 from pydantic import BaseModel, Field
 
 from moe.checks import check_integer, check_number, shown
-from moe.checksums import refuse_damage, write_sums
+from moe.checksums import read_sums, refuse_damage, write_sums
 from moe.data.documents import Document
 from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
-from moe.parsing import read_record
+from moe.parsing import read_record, reading
 
 if TYPE_CHECKING:
     import datasets
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 FACTS_FILE = "corpus.json"
 SPLITS = ("train", "held_out")
 CORPUS = register_folder_kind("corpus", markers=[FACTS_FILE], parts=[FACTS_FILE, *SPLITS])
-_SHARD = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
 
 class Corpus(NamedTuple):
@@ -69,7 +66,10 @@ def build_corpus(
     check_integer("seed", seed)
     documents = list(documents)
     if len(documents) == 1:
-        documents = _paragraph_documents(documents[0])
+        (whole,) = documents
+        documents = []
+        for number, paragraph in enumerate(whole.text.split("\n\n"), start=1):
+            documents.append(whole._replace(text=paragraph, source=f"{whole.source}:{number}"))
     kept, num_repeated = drop_repeated_paragraphs(documents)
 
     # A source is held out when its number, drawn from (seed, source), is below the threshold. Each
@@ -95,13 +95,6 @@ def build_corpus(
     train = [document for document in kept if numbers[document.source] > border]
     held_out = [document for document in kept if numbers[document.source] <= border]
     return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated)
-
-
-def _paragraph_documents(document: Document) -> list[Document]:
-    documents = []
-    for number, paragraph in enumerate(document.text.split("\n\n"), start=1):
-        documents.append(document._replace(text=paragraph, source=f"{document.source}:{number}"))
-    return documents
 
 
 def _split_number(source: str, seed: int) -> float:
@@ -183,72 +176,30 @@ def load_corpus(folder: Path | str) -> Corpus:
             f"Make one with `stmoe corpus --data FILES --out {folder}`."
         )
 
-    # Every file exists and is unchanged.
-    train_shards = _find_shards(folder / "train", advice)
-    held_out_shards = _find_shards(folder / "held_out", advice)
-    names = [FACTS_FILE]
-    for path in (*train_shards, *held_out_shards):
-        names.append(path.relative_to(folder).as_posix())
-    has_sums = refuse_damage(folder, names, advice=advice)
-
+    # Every file is there and unchanged. Otherwise each row is checked, since an invalid offset would
+    # crash the process.
+    has_sums = refuse_damage(folder, {FACTS_FILE, *(read_sums(folder) or ())}, advice=advice)
     facts = read_record(folder / FACTS_FILE, _Facts, advice=advice)
-    train = _read_split(train_shards, advice, validate=not has_sums)
-    held_out = _read_split(held_out_shards, advice, validate=not has_sums)
+    train, held_out = (_read_split(folder / split, advice, not has_sums) for split in SPLITS)
     return Corpus(train, held_out, facts.num_repeated)
 
 
-def _find_shards(folder: Path, advice: str) -> list[Path]:
-    """Returns the files of a split, in order.
-
-    Raises:
-        DataError: When one is missing.
-    """
-    shards = sorted(path for path in folder.glob("data-*.arrow") if _SHARD.fullmatch(path.name))
-
-    # The name of each says how many there are.
-    num_shards = int(shards[0].stem.rpartition("-")[2]) if shards else 1
-    for number in range(num_shards):
-        path = folder / f"data-{number:05}-of-{num_shards:05}.arrow"
-        if path not in shards:
-            raise DataError(f"{path} is missing. {advice}")
-    return shards
-
-
-def _read_split(shards: list[Path], advice: str, *, validate: bool) -> "datasets.Dataset":
+def _read_split(folder: Path, advice: str, validate: bool) -> "datasets.Dataset":
     """Returns the rows of a split.
 
-    Args:
-        shards: Files of the split.
-        advice: Advice for the user if one is damaged.
-        validate: Whether to check every row: an invalid offset would crash the process.
-
     Raises:
-        DataError: When a file is not an Arrow stream of documents.
+        DataError: When it is no data set of documents.
     """
     import datasets
 
-    columns = {name: datasets.Value("string") for name in Document._fields}
-    parts = []
-    for path in shards:
-        try:
-            part = datasets.Dataset.from_file(str(path))
-            if validate:
-                part.data.table.validate(full=True)
-        except _DAMAGE as error:
-            raise DataError(f"{path} is damaged: {str(error).strip()}. {advice}") from error
-
-        # An Arrow file with other content.
-        if dict(part.features) != columns:
-            raise DataError(
-                f"{path} has the columns {shown(dict(part.features))}; expected those of "
-                f"documents. {advice}"
-            )
-        parts.append(part)
-    return datasets.concatenate_datasets(parts)
-
-
-_DAMAGE = (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError)
-"""Errors of `datasets` and pyarrow for a file that is not an Arrow stream of a data set."""
+    with reading(folder, problem="is damaged", advice=advice):
+        split = datasets.load_from_disk(str(folder))
+        if validate:
+            split.data.table.validate(full=True)
+        columns = {name: datasets.Value("string") for name in Document._fields}
+        if dict(split.features) != columns:
+            raise ValueError(f"it has the columns {shown(dict(split.features))}")
+    return split
 
 
 @contextmanager
@@ -281,11 +232,6 @@ _TABLE_COLUMNS = (
 )
 
 
-def corpus_table(corpus: Corpus) -> str:
-    """Returns `corpus_rows` as a Markdown table."""
-    return markdown_table(CORPUS_HEADER, corpus_rows(corpus))
-
-
 def corpus_rows(corpus: Corpus) -> list[list[str | int]]:
     """Returns documents and characters by package under CORPUS_HEADER, with licences and a total."""
     counts: Counter[tuple[str, str, str]] = Counter()
@@ -305,33 +251,3 @@ def corpus_rows(corpus: Corpus) -> list[list[str | int]]:
         totals = [total + number for total, number in zip(totals, numbers, strict=True)]
         rows.append([package, licence, *numbers])
     return [*rows, ["total", "", *totals]]
-
-
-def markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
-    """Returns a table with aligned columns; numbers are right-aligned, with thousands separators."""
-    texts = [header]
-    for row in rows:
-        texts.append([_table_cell(value) for value in row])
-
-    is_number = [isinstance(value, int) for value in rows[0]]
-    widths = []
-    for column in range(len(header)):
-        widths.append(max(len(row[column]) for row in texts))
-
-    lines = []
-    for row in texts:
-        cells = []
-        for text, width, right in zip(row, widths, is_number, strict=True):
-            cells.append(text.rjust(width) if right else text.ljust(width))
-        lines.append("| " + " | ".join(cells) + " |")
-
-    # The rule under the header, with a colon where a column is right-aligned.
-    dashes = []
-    for width, right in zip(widths, is_number, strict=True):
-        dashes.append("-" * (width + 1) + (":" if right else "-"))
-    lines.insert(1, "|" + "|".join(dashes) + "|")
-    return "\n".join(lines)
-
-
-def _table_cell(value: str | int) -> str:
-    return f"{value:,}" if isinstance(value, int) else value.replace("|", "\\|")

@@ -129,6 +129,8 @@ class SpanCorruptionRecipe:
     rates: list[float] | None = None
 
     def __post_init__(self) -> None:
+        is_list = self.rates is None or isinstance(self.rates, list)
+        check(is_list, "data.rates", self.rates, "a list of numbers, or null")
         for rate in self.rates or ():
             check_number("data.rates", rate, above=0)
         check_integer(

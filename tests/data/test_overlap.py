@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from moe.data import overlap as overlap_module
-from moe.data.overlap import SHORTEST, Overlap, measure_overlap
+from moe.data.overlap import SHORTEST, SplitOverlap, measure_overlap
 
 ALPHABET = [f"w{number}" for number in range(5)]
 """So few words that many n-grams are shared."""
@@ -29,46 +28,44 @@ def grams_of_input(text: str, n: int) -> set[tuple[str, ...]]:
     return grams(text.split(), size) if size >= min(n, SHORTEST) else set()
 
 
-def measure(inputs: list[str], texts: list[str], n: int) -> Overlap:
-    return measure_overlap({"task": inputs}, texts, [n])["task"][0]
+def measure(inputs: list[str], texts: list[str], n: int) -> tuple[SplitOverlap, list[bool]]:
+    return measure_overlap("task", "test", inputs, texts, [n])[0]
 
 
-def test_the_measure_equals_sets_of_tuples(monkeypatch):
-    monkeypatch.setattr(overlap_module, "_BATCH", 101)
+def test_the_measure_equals_sets_of_tuples():
     rng = random.Random(0)
-    inputs = {"a": ["x", *random_texts(rng, 31, 17)], "b": ["y", *random_texts(rng, 7, 11)]}
+    inputs = ["x", *random_texts(rng, 31, 17)]
     texts = random_texts(rng, 43, 19)
-    sizes = (3, 7)
-    measured = measure_overlap(inputs, texts, sizes)
-
-    for name, test_set in inputs.items():
-        for n, overlap in zip(sizes, measured[name], strict=True):
-            in_text = set()
-            for text in texts:
-                for size in range(1, n + 1):
-                    in_text |= grams(text.split(), size)
-            expected = [grams_of_input(text, n) for text in test_set]
-            every = set().union(*expected)
-            assert overlap.n == n
-            assert overlap.is_shared.tolist() == [bool(each & in_text) for each in expected]
-            assert overlap.num_compared == sum(map(bool, expected))
-            assert overlap.num_ngrams == len(every)
-            assert overlap.num_shared_ngrams == len(every & in_text)
+    for n, (overlap, is_shared) in zip(
+        (3, 7), measure_overlap("task", "test", inputs, texts, (3, 7)), strict=True
+    ):
+        in_text = set()
+        for text in texts:
+            for size in range(1, n + 1):
+                in_text |= grams(text.split(), size)
+        expected = [grams_of_input(text, n) for text in inputs]
+        every = set().union(*expected)
+        assert (overlap.task, overlap.split, overlap.n) == ("task", "test", n)
+        assert is_shared == [bool(each & in_text) for each in expected]
+        assert overlap.num_shared == sum(is_shared)
+        assert overlap.num_compared == sum(map(bool, expected))
+        assert overlap.num_ngrams == len(every)
+        assert overlap.num_shared_ngrams == len(every & in_text)
 
 
 def test_no_run_goes_from_one_text_to_the_next():
     inputs = ["one two three four five six seven eight", "zero"]
-    overlap = measure(inputs, ["one two three four", "five six seven eight"], 8)
-    assert not overlap.is_shared.any()
-    overlap = measure(inputs, ["five", "one two three four five six seven eight"], 8)
-    assert overlap.is_shared.tolist() == [True, False]
+    _, is_shared = measure(inputs, ["one two three four", "five six seven eight"], 8)
+    assert is_shared == [False, False]
+    _, is_shared = measure(inputs, ["five", "one two three four five six seven eight"], 8)
+    assert is_shared == [True, False]
 
 
 def test_a_prompt_is_not_compared_and_short_inputs_are_whole_or_left_alone():
     inputs = ["find the class of: a b c d e", "find the class of: w x y z"]
     text = "Find the class of everything: a, b, c, d, e; w, x, y, z."
-    overlap = measure(inputs, [text], 8)
-    assert overlap.is_shared.tolist() == [True, False]
+    overlap, is_shared = measure(inputs, [text], 8)
+    assert is_shared == [True, False]
     assert (overlap.num_inputs, overlap.num_compared, overlap.num_ngrams) == (2, 1, 1)
     assert (overlap.share_of_inputs, overlap.share_of_ngrams) == (1.0, 1.0)
 
@@ -77,12 +74,12 @@ def test_a_prompt_is_not_compared_and_short_inputs_are_whole_or_left_alone():
     ("inputs", "texts"), [([], [""]), ([""], ["...", "?"]), (["a b c d e f g h"], [])]
 )
 def test_nothing_overlaps_with_nothing(inputs, texts):
-    overlap = measure(inputs, texts, 8)
+    overlap, _ = measure(inputs, texts, 8)
     assert overlap.num_shared == 0
     assert overlap.share_of_inputs == overlap.share_of_ngrams == 0.0
 
 
 def test_the_measure_forgets_case_and_marks_and_knows_other_scripts():
     inputs = ["Straße und ЁЛКА, 漢字 _und_ 7 mehr!", "x"]
-    overlap = measure(inputs, ["- STRASSE und ёлка 漢字 und (7) mehr"], 6)
-    assert overlap.is_shared.tolist() == [True, False]
+    _, is_shared = measure(inputs, ["- STRASSE und ёлка 漢字 und (7) mehr"], 6)
+    assert is_shared == [True, False]

@@ -1,1 +1,1 @@
-"""Every door of the library, tried with malformed input: `python -m tests.doors` prints the table."""
+"""What people do to the library by mistake: wrong settings, damaged files, two processes at once."""

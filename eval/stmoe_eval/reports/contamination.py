@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.data.corpus import load_corpus
-from moe.data.overlap import SplitOverlap, measure_overlap
+from moe.data.overlap import measure_overlap
 from stmoe_eval.answers.predict import Predicted
 from stmoe_eval.reports.records import CleanScores, Contamination
 from stmoe_eval.reports.task_summary import TaskExamples, score_system
@@ -47,10 +47,10 @@ def task_contamination(
     """
     task = asked.task
     inputs = [example.inputs for example in asked.examples]
-    overlaps = measure_overlap({task.name: inputs}, training_text.texts)[task.name]
+    overlaps = measure_overlap(task.name, asked.split, inputs, training_text.texts)
 
     # The smallest n-grams find the most.
-    is_shared = overlaps[0].is_shared.tolist()
+    _, is_shared = overlaps[0]
     clean = [number for number, shared in enumerate(is_shared) if not shared]
     clean_examples = [asked.examples[number] for number in clean]
 
@@ -64,7 +64,7 @@ def task_contamination(
 
     return Contamination(
         corpus=str(training_text.folder),
-        overlaps=[SplitOverlap.of(task.name, asked.split, overlap) for overlap in overlaps],
+        overlaps=[overlap for overlap, _ in overlaps],
         num_clean=len(clean_examples),
         clean_scores=clean_scores,
     )
