@@ -3,7 +3,8 @@
 import inspect
 import math
 import numbers
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,6 +18,12 @@ _TYPE_NAMES = {
     float: "a finite number",
     str: "a string",
     dict: "a mapping",
+}
+_COMPARISONS = {
+    "of at least": operator.ge,
+    "above": operator.gt,
+    "of at most": operator.le,
+    "below": operator.lt,
 }
 
 
@@ -58,12 +65,8 @@ def check_integer(
     Raises:
         ConfigError: When it is invalid.
     """
-    if value is None and optional:
-        return
-
-    holds = is_kind(value, int) and _is_within(value, least, most)
-    bounds = _describe_bounds(least, most)
-    check(holds, name, value, _expected("an integer", bounds, reason, optional))
+    bounds = {"of at least": least, "of at most": most}
+    _check_bounds(int, name, value, bounds, reason, optional)
 
 
 def check_number(
@@ -92,12 +95,35 @@ def check_number(
     Raises:
         ConfigError: When it is invalid.
     """
+    bounds = {"of at least": least, "above": above, "of at most": most, "below": below}
+    _check_bounds(float, name, value, bounds, reason, optional)
+
+
+def _check_bounds(
+    kind: type,
+    name: str,
+    value: Any,
+    bounds: Mapping[str, float | None],
+    reason: str,
+    optional: str,
+) -> None:
+    """Raises unless a setting is a number of a kind within its bounds, by the words of _COMPARISONS."""
     if value is None and optional:
         return
+    given = {word: bound for word, bound in bounds.items() if bound is not None}
+    holds = is_kind(value, kind) and all(
+        _COMPARISONS[word](value, bound) for word, bound in given.items()
+    )
 
-    holds = is_kind(value, float) and _is_within(value, least, most, above, below)
-    bounds = _describe_bounds(least, most, above, below)
-    check(holds, name, value, _expected("a finite number", bounds, reason, optional))
+    words = " and ".join(f"{word} {bound:,}" for word, bound in given.items())
+    if given.keys() == {"of at least", "of at most"}:
+        words = f"from {given['of at least']:,} to {given['of at most']:,}"
+    expected = f"{_TYPE_NAMES[kind]} {words}".rstrip()
+    if optional:
+        expected += f", or {optional}"
+    if reason:
+        expected += f" ({reason})"
+    check(holds, name, value, expected)
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -146,7 +172,7 @@ def is_kind(value: object, kind: type) -> bool:
 
     if kind is int:
         return isinstance(value, numbers.Integral)
-    return isinstance(value, numbers.Real) and _is_finite(value)
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def describe_type(annotation: Any, *, none: str = "None") -> str:
@@ -168,63 +194,7 @@ def describe_type(annotation: Any, *, none: str = "None") -> str:
 
 def shown(value: object) -> str:
     """Returns the text of a value in messages: its repr, shortened if long."""
-    try:
-        text = repr(value).replace("\n", " ")
-    except ValueError:  # Python refuses to write integers of more than 4,300 digits
-        return "an integer of thousands of digits"
+    text = repr(value).replace("\n", " ")
     if len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}... ({len(text):,} characters)"
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the largest float
-        return False
-
-
-def _is_within(
-    number: Any,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> bool:
-    return (
-        (least is None or number >= least)
-        and (most is None or number <= most)
-        and (above is None or number > above)
-        and (below is None or number < below)
-    )
-
-
-def _describe_bounds(
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> str:
-    if least is not None and most is not None:
-        return f"from {least:,} to {most:,}"
-
-    # Open ranges name each bound that there is.
-    bounds = []
-    if least is not None:
-        bounds.append(f"of at least {least:,}")
-    if above is not None:
-        bounds.append(f"above {above:,}")
-    if most is not None:
-        bounds.append(f"of at most {most:,}")
-    if below is not None:
-        bounds.append(f"below {below:,}")
-    return " and ".join(bounds)
-
-
-def _expected(kind: str, bounds: str, reason: str, optional: str) -> str:
-    expected = f"{kind} {bounds}".rstrip()
-    if optional:
-        expected += f", or {optional}"
-    if reason:
-        expected += f" ({reason})"
-    return expected

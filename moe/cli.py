@@ -10,7 +10,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -148,7 +147,10 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
 
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    _write_any_character()
+    # The C locale encodes few letters.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
     try:
         # Ctrl-C raises KeyboardInterrupt, unless it is ignored, as under `nohup`.
@@ -173,32 +175,13 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
     except BaseException as error:
         if debug or not (isinstance(error, Exception) or is_panic(error)):
             raise
-        _forget_output_that_fails()
+        try:
+            sys.stdout.flush()
+        except OSError:  # e.g. the disk is full
+            _forget_output()
         print(f"error: {_message(error, _advice(error, interrupted))}", file=sys.stderr)
         is_expected = isinstance(error, MoEError | OSError) or _is_out_of_memory(error)
         sys.exit(getattr(error, "exit_code", 2) if is_expected else 1)
-
-
-# Characters that could control a terminal. Progress bars need the carriage return.
-_CONTROL_CHARACTERS = {
-    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t\r"
-}
-
-
-def _write_any_character() -> None:
-    """Prints control characters, and those that the output cannot encode, as escapes.
-
-    A file name may contain a sequence that changes the terminal; the C locale encodes few letters.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-            # Replace the method, not the stream: log handlers keep a reference to the stream.
-            vars(stream).setdefault("write", partial(_write_escaped, stream.write))
-
-
-def _write_escaped(write: Callable[[str], int], text: str) -> int:
-    return write(text.translate(_CONTROL_CHARACTERS))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -208,14 +191,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
         or "OutOfMemoryError" in class_names
         or "can't allocate memory" in str(error)  # torch has no class for it on a CPU
     )
-
-
-def _forget_output_that_fails() -> None:
-    """Drops buffered output that cannot be written, e.g. to a full disk."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _forget_output()
 
 
 def _forget_output() -> None:

@@ -30,7 +30,12 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: When the name is taken, or the value is not a class of this kind.
         """
-        self._check_class(name, value)
+        base = self._base
+        if base is not None and not (isinstance(value, type) and issubclass(value, base)):
+            raise ConfigError(
+                f"The {self.kind} {name!r} is {shown(value)}; expected a subclass of "
+                f"{base.__module__}.{base.__name__}."
+            )
         if name in self._entries:
             raise ConfigError(
                 f"There is already a {self.kind} called {name!r}. Choose another name."
@@ -38,15 +43,6 @@ class Registry(Generic[T]):
 
         self._entries[name] = value
         return value
-
-    def _check_class(self, name: str, value: T) -> None:
-        if self._base is None:
-            return
-        if not (isinstance(value, type) and issubclass(value, self._base)):
-            expected = f"{self._base.__module__}.{self._base.__name__}"
-            raise ConfigError(
-                f"The {self.kind} {name!r} is {shown(value)}; expected a subclass of {expected}."
-            )
 
     def register(self, name: str) -> Callable[[T], T]:
         """Returns a decorator that stores the decorated value under `name`."""
