@@ -4,7 +4,7 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -19,7 +19,7 @@ _TYPE_NAMES = {
     str: "a string",
     dict: "a mapping",
 }
-_COMPARISONS = {
+_COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "of at least": operator.ge,
     "above": operator.gt,
     "of at most": operator.le,

@@ -2,13 +2,6 @@
 
 Comes after `rows` and `documents`, before `token_stream`. Parquet files, JSONL files and datasets on
 disk are read from any block on; of everything else the blocks before are read and thrown away.
-
-Blocks of every kind have:
-- `identity`: text that is equal for tables of the same rows in the same blocks: names, sizes, numbers;
-- `version`: text that changes when a file is written again, e.g. its time;
-- `shards`: numbers of all blocks, in ranges that are fast to read in order; None for a table that is only
-  read from its beginning, until a block has no rows;
-- `read`: yields the rows of a block; a DataError names a file that cannot be read, or is smaller than before.
 """
 
 import os
@@ -51,7 +44,26 @@ BlockRow = tuple[object, Row]
 T = TypeVar("T")
 
 
-def open_blocks(source: Path, columns: Sequence[str]) -> "Blocks":
+class Blocks(NamedTuple):
+    """A table in blocks of rows.
+
+    Attributes:
+        read: Yields the rows of a block; a DataError names a file that cannot be read, or is smaller
+            than before.
+        identity: Text that is equal for tables of the same rows in the same blocks: names, sizes,
+            numbers.
+        version: Text that changes when a file is written again, e.g. its time.
+        shards: Numbers of all blocks, in ranges that are fast to read in order; None for a table that
+            is only read from its beginning, until a block has no rows.
+    """
+
+    read: Callable[[int], Iterator[BlockRow]]
+    identity: str
+    version: str
+    shards: list[range] | None
+
+
+def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
     """Returns the blocks of a table larger than memory.
 
     Args:
@@ -72,7 +84,7 @@ def open_blocks(source: Path, columns: Sequence[str]) -> "Blocks":
             f"Give a file or folder of {', '.join(SUFFIXES)}, a dataset saved by `datasets`, or, to pre-train, a "
             "corpus that `stmoe corpus` made."
         )
-        return DatasetBlocks(load_saved_dataset(source, advice=advice), str(source), columns)
+        return _dataset_blocks(load_saved_dataset(source, advice=advice), str(source), columns)
 
     files = files_of(source)
     if not files:
@@ -82,84 +94,69 @@ def open_blocks(source: Path, columns: Sequence[str]) -> "Blocks":
         )
     suffixes = {file.suffix.lower() for file in files}
     if suffixes == {PARQUET}:
-        return ParquetBlocks(files, columns)
+        return _parquet_blocks(files, columns)
     if suffixes == {".jsonl"}:
-        return JsonlBlocks(files)
+        return _jsonl_blocks(files)
     return _file_blocks(files, columns)
 
 
-class ParquetBlocks:
-    """Blocks of the row groups of Parquet files: each row group is a shard."""
+def _parquet_blocks(files: Sequence[Path], columns: Sequence[str]) -> Blocks:
+    """Returns blocks of the row groups of Parquet files: each row group is a shard.
 
-    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
-        """Reads the number of rows of each file, not the rows.
+    Raises:
+        DataError: When a file is no Parquet file, or has no such column.
+    """
+    import pyarrow.parquet
 
-        Raises:
-            DataError: When a file is no Parquet file, or has no such column.
-        """
-        self._columns = list(columns)
-        self._groups: list[
-            tuple[Path, int, int]
-        ] = []  # file, row group, rows before it in the file
-        group_rows: list[int] = []
-        for file in files:
-            first_row = 0
-            for group, num_rows in enumerate(_rows_of_groups(file, columns)):
-                if not num_rows:
-                    continue
-                self._groups.append((file, group, first_row))
+    groups: list[tuple[Path, int, int]] = []  # file, row group, rows before it in the file
+    group_rows: list[int] = []
+    for file in files:
+        first_row = 0
+        for group, num_rows in enumerate(_rows_of_groups(file, columns)):
+            if num_rows:
+                groups.append((file, group, first_row))
                 group_rows.append(num_rows)
                 first_row += num_rows
 
-        self._block_rows = _rows_of_block(sum(group_rows))
-        self.shards = _consecutive(-(-rows // self._block_rows) for rows in group_rows)
-        self.identity = repr([_names_and_sizes(files), group_rows, self._block_rows])
-        self.version = _times(files)
-        self._starts = [shard.start for shard in self.shards]
-        self._batches = _Parts()
+    block_rows = _rows_of_block(sum(group_rows))
+    shards = _consecutive(-(-rows // block_rows) for rows in group_rows)
+    starts = [shard.start for shard in shards]
+    batches = _Parts()
 
-    def read(self, block: int) -> Iterator[BlockRow]:
-        """Yields the rows of a block."""
-        shard = bisect_right(self._starts, block) - 1
-        file, group, first_row = self._groups[shard]
-        offset = block - self._starts[shard]
-        with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
-            batch = self._batches.read(shard, offset, lambda: self._read_group(file, group))
-            assert batch is not None, f"{file} has as many rows as when the run began"
-            rows = batch.to_pylist()
-        first_row += offset * self._block_rows + 1
-        for number, row in enumerate(rows, start=first_row):
-            yield f"{file}, row {number}", row
-
-    def _read_group(self, file: Path, group: int) -> Iterator[Any]:
-        """Yields the batches of a row group."""
-        import pyarrow.parquet
-
+    def read_group(file: Path, group: int) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(file) as table:
             yield from table.iter_batches(
-                self._block_rows, row_groups=[group], columns=self._columns, use_threads=False
+                block_rows, row_groups=[group], columns=list(columns), use_threads=False
             )
 
+    def read(block: int) -> Iterator[BlockRow]:
+        shard = bisect_right(starts, block) - 1
+        file, group, first_row = groups[shard]
+        offset = block - starts[shard]
+        with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
+            batch = batches.read(shard, offset, lambda: read_group(file, group))
+            assert batch is not None, f"{file} has as many rows as when the run began"
+            rows = batch.to_pylist()
+        for number, row in enumerate(rows, start=first_row + offset * block_rows + 1):
+            yield f"{file}, row {number}", row
 
-class JsonlBlocks:
-    """Blocks of about a megabyte of JSONL files: the lines that begin in it."""
+    identity = repr([_names_and_sizes(files), group_rows, block_rows])
+    return Blocks(read, identity, _times(files), shards)
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        sizes = [_size(file) for file in files]
-        block_bytes = min(BLOCK_BYTES, max(1, -(-sum(sizes) // LEAST_BLOCKS)))
-        self._blocks: list[tuple[Path, int, int]] = []  # file, first byte, byte after the last
-        counts: list[int] = []
-        for file, size in zip(files, sizes, strict=True):
-            starts = range(0, size, block_bytes)
-            self._blocks += [(file, start, min(start + block_bytes, size)) for start in starts]
-            counts += [len(part) for part in _parts(len(starts))]
-        self.shards = _consecutive(counts)
-        self.identity = repr([_names_and_sizes(files), block_bytes])
-        self.version = _times(files)
 
-    def read(self, block: int) -> Iterator[BlockRow]:
-        """Yields the rows of a block."""
-        file, start, stop = self._blocks[block]
+def _jsonl_blocks(files: Sequence[Path]) -> Blocks:
+    """Returns blocks of about a megabyte of JSONL files: the lines that begin in it."""
+    sizes = [_size(file) for file in files]
+    block_bytes = min(BLOCK_BYTES, max(1, -(-sum(sizes) // LEAST_BLOCKS)))
+    blocks: list[tuple[Path, int, int]] = []  # file, first byte, byte after the last
+    counts: list[int] = []
+    for file, size in zip(files, sizes, strict=True):
+        starts = range(0, size, block_bytes)
+        blocks += [(file, start, min(start + block_bytes, size)) for start in starts]
+        counts += _shard_sizes(len(starts))
+
+    def read(block: int) -> Iterator[BlockRow]:
+        file, start, stop = blocks[block]
         with open_data(file, advice="Restore it.") as lines:
             # The line that reaches over the start belongs to the block before.
             if start:
@@ -175,59 +172,51 @@ class JsonlBlocks:
         if position < stop:
             raise _smaller(file)
 
+    identity = repr([_names_and_sizes(files), block_bytes])
+    return Blocks(read, identity, _times(files), _consecutive(counts))
 
-class DatasetBlocks:
-    """Blocks of a dataset in memory-mapped files."""
 
-    def __init__(self, dataset: "datasets.Dataset", name: str, columns: Sequence[str]) -> None:
-        """Chooses the columns; as Arrow, images and sounds are not decoded.
+def _dataset_blocks(dataset: "datasets.Dataset", name: str, columns: Sequence[str]) -> Blocks:
+    """Returns blocks of a dataset in memory-mapped files; as Arrow, images and sounds are not decoded.
 
-        Raises:
-            DataError: When there is no such column.
-        """
-        _require_columns(name, columns, dataset.column_names)
-        self._dataset = dataset.select_columns(list(columns)).with_format("arrow")
-        self._name = name
-        self._block_rows = _rows_of_block(len(dataset))
-        num_blocks = -(-len(dataset) // self._block_rows)
-        self.shards = _consecutive(len(part) for part in _parts(num_blocks))
-        files = [Path(file["filename"]) for file in dataset.cache_files]
-        self.identity = repr([_names_and_sizes(files), len(dataset), self._block_rows])
-        self.version = _times(files)
+    Raises:
+        DataError: When there is no such column.
+    """
+    _require_columns(name, columns, dataset.column_names)
+    table = dataset.select_columns(list(columns)).with_format("arrow")
+    block_rows = _rows_of_block(len(dataset))
+    files = [Path(file["filename"]) for file in dataset.cache_files]
 
-    def read(self, block: int) -> Iterator[BlockRow]:
-        """Yields the rows of a block."""
-        start = block * self._block_rows
-        with reading(self._name, advice="Restore it."):
-            batch: Any = self._dataset[start : start + self._block_rows]
+    def read(block: int) -> Iterator[BlockRow]:
+        start = block * block_rows
+        with reading(name, advice="Restore it."):
+            batch: Any = table[start : start + block_rows]
             rows = batch.to_pylist()
         for number, row in enumerate(rows, start=start + 1):
-            yield f"{self._name}, row {number}", row
+            yield f"{name}, row {number}", row
+
+    identity = repr([_names_and_sizes(files), len(dataset), block_rows])
+    shards = _consecutive(_shard_sizes(-(-len(dataset) // block_rows)))
+    return Blocks(read, identity, _times(files), shards)
 
 
-class SequentialBlocks:
-    """Blocks of rows that are only read from the beginning: a later block skips those before it."""
+def _sequential_blocks(
+    rows: Callable[[], Iterator[BlockRow]], name: object, version: str = ""
+) -> Blocks:
+    """Returns blocks of rows that are only read from the beginning: a later block skips those before it."""
+    blocks = _Parts()
 
-    shards = None
+    def read_all() -> Iterator[list[BlockRow]]:
+        remaining = rows()
+        return iter(lambda: list(islice(remaining, BLOCK_ROWS)), [])
 
-    def __init__(
-        self, rows: Callable[[], Iterator[BlockRow]], name: object, version: str = ""
-    ) -> None:
-        self._rows = rows
-        self._blocks = _Parts()
-        self.identity = repr([name, BLOCK_ROWS])
-        self.version = version
+    def read(block: int) -> Iterator[BlockRow]:
+        yield from blocks.read("", block, read_all) or ()
 
-    def read(self, block: int) -> Iterator[BlockRow]:
-        """Yields the rows of a block."""
-        yield from self._blocks.read("", block, self._read_all) or ()
-
-    def _read_all(self) -> Iterator[list[BlockRow]]:
-        rows = self._rows()
-        return iter(lambda: list(islice(rows, BLOCK_ROWS)), [])
+    return Blocks(read, repr([name, BLOCK_ROWS]), version, None)
 
 
-def _file_blocks(files: Sequence[Path], columns: Sequence[str]) -> SequentialBlocks:
+def _file_blocks(files: Sequence[Path], columns: Sequence[str]) -> Blocks:
     """Returns blocks of files of other kinds, or of several: CSV, and a document for each file of text."""
     sizes = [_size(file) for file in files]
 
@@ -241,12 +230,10 @@ def _file_blocks(files: Sequence[Path], columns: Sequence[str]) -> SequentialBlo
             if _size(file) < size:
                 raise _smaller(file)
 
-    return SequentialBlocks(rows, _names_and_sizes(files), _times(files))
+    return _sequential_blocks(rows, _names_and_sizes(files), _times(files))
 
 
-def stream_blocks(
-    stream: "datasets.IterableDataset", name: str, columns: Sequence[str]
-) -> SequentialBlocks:
+def stream_blocks(stream: "datasets.IterableDataset", name: str, columns: Sequence[str]) -> Blocks:
     """Returns blocks of a stream, which need not be on this machine; no other column is fetched.
 
     Raises:
@@ -261,10 +248,7 @@ def stream_blocks(
         for number, row in enumerate(stream, start=1):
             yield f"{name}, row {number}", row
 
-    return SequentialBlocks(rows, name)
-
-
-Blocks = ParquetBlocks | JsonlBlocks | DatasetBlocks | SequentialBlocks
+    return _sequential_blocks(rows, name)
 
 
 class _Parts(threading.local):
@@ -329,10 +313,10 @@ def _rows_of_block(num_rows: int) -> int:
     return min(BLOCK_ROWS, max(1, -(-num_rows // LEAST_BLOCKS)))
 
 
-def _parts(num_blocks: int) -> Iterator[range]:
-    """Yields the blocks of each shard."""
-    for start in range(0, num_blocks, BLOCKS_OF_SHARD):
-        yield range(start, min(start + BLOCKS_OF_SHARD, num_blocks))
+def _shard_sizes(num_blocks: int) -> list[int]:
+    """Returns the number of blocks of each shard."""
+    starts = range(0, num_blocks, BLOCKS_OF_SHARD)
+    return [min(BLOCKS_OF_SHARD, num_blocks - start) for start in starts]
 
 
 def _consecutive(counts: Iterable[int]) -> list[range]:

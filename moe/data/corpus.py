@@ -194,6 +194,8 @@ def _read_split(folder: Path, advice: str, validate: bool) -> "datasets.Dataset"
 
     with reading(folder, problem="is damaged", advice=advice):
         split = datasets.load_from_disk(str(folder))
+        if not isinstance(split, datasets.Dataset):
+            raise ValueError("it holds several splits")
         if validate:
             split.data.table.validate(full=True)
         columns = {name: datasets.Value("string") for name in Document._fields}

@@ -10,11 +10,6 @@ from moe.errors import DataError
 Tokens = Sequence[int] | NDArray[np.int32]
 Example = tuple[Tokens, Tokens]
 
-LONGEST_ROW = 2**20
-"""Most tokens of a row."""
-
-WHY_LONGEST_ROW = "attention compares every token of a row with every other"
-
 
 def pack_rows(
     examples: Sequence[Example], inputs_length: int, targets_length: int

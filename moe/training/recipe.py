@@ -10,9 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from moe.checks import check, check_choice, check_field_types, check_integer, check_number
 from moe.data.mixture import check_rates
-from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW
 from moe.data.pairs import Sentinels
-from moe.data.pipeline import LARGEST_BATCH, WHY_LARGEST_BATCH
 from moe.data.span_corruption import Noise, check_noise
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean
@@ -87,7 +85,6 @@ class TrainingRecipe:
             "checkpoint_every": (1, MOST_STEPS, WHY_MOST_STEPS),
             "keep_checkpoints": (1, MOST_STEPS, WHY_MOST_STEPS),
             "held_out_batches": (0, _MOST_HELD_OUT, per_evaluation),
-            "batch_size": (1, LARGEST_BATCH, WHY_LARGEST_BATCH),
         }
         for name, (least, most, reason) in bounds.items():
             value = getattr(self, name)
@@ -95,6 +92,7 @@ class TrainingRecipe:
 
         # Micro-batches share the rows of an update evenly.
         rows = self.batch_size
+        check_integer("training.batch_size", rows, least=1)
         micro_rows = self.micro_batch_size
         name = "training.micro_batch_size"
         check_integer(name, micro_rows, least=1, optional="null for all rows at once")
@@ -137,9 +135,7 @@ class SpanCorruptionRecipe:
             "data.short_steps", self.short_steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS
         )
         length = self.inputs_length
-        check_integer(
-            "data.inputs_length", length, least=4, most=LONGEST_ROW, reason=WHY_LONGEST_ROW
-        )
+        check_integer("data.inputs_length", length, least=4)
         check_noise(Noise(self.noise_density, self.mean_noise_span_length), prefix="data.")
 
         # Short examples come with their length.
@@ -182,7 +178,7 @@ class PairsRecipe:
         check_field_types(self, prefix="data.")
         for name in ("inputs_length", "targets_length"):
             length = getattr(self, name)
-            check_integer(f"data.{name}", length, least=2, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
+            check_integer(f"data.{name}", length, least=2)
 
 
 @dataclass(frozen=True)

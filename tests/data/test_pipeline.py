@@ -347,5 +347,7 @@ def test_the_fingerprint_of_pairs_tells_data_and_settings_apart(tokenizer):
 def test_no_pairs_and_lengths_without_room_are_refused(tokenizer):
     with pytest.raises(DataError, match="There are no training pairs"):
         pair_source(tokenizer, [])
-    with pytest.raises(ConfigError, match=r"targets_length is 0; expected an integer from 1"):
+    with pytest.raises(
+        ConfigError, match=r"targets_length is 0; expected an integer of at least 1"
+    ):
         pair_source(tokenizer, targets_length=0)

@@ -7,41 +7,36 @@ import sys
 import time
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 
+import stmoe
 from moe.errors import MoEError
 
 _PATIENCE = 120
 
 # Each with what differs between the two, so that a mixture of both could be told from either.
 ROUNDS = {
-    "corpus": ("stmoe", "corpus --data {texts} --out {out} --held-out 0.2 --seed", ("1", "2")),
-    "tokenizer": ("stmoe", "tokenizer --corpus {corpus} --out {out} --vocab-size", ("230", "240")),
+    "corpus": ("corpus --data {texts} --out {out} --held-out 0.2 --seed", ("1", "2")),
+    "tokenizer": ("tokenizer --corpus {corpus} --out {out} --vocab-size", ("230", "240")),
     "run": (
-        "stmoe",
         "pretrain --config {pretrain.yaml} --corpus {corpus} --tokenizer {tokenizer} --out {out} "
         "--training.steps 2 --seed",
         ("1", "2"),
     ),
     "model": (
-        "stmoe",
         "convert --from {switch} --to {out} --set capacity_factor=1.5 --dtype",
         ("float32",) * 2,
     ),
     "evaluation": (
-        "stmoe",
         "eval run --model {run/model} --tasks copa --data {rows} --out {out} --limit",
         ("5", "2"),
     ),
     "comparison": (
-        "stmoe",
         "eval compare {evaluations/first} {evaluations/second} --tasks copa --out {out} --mode",
         ("rank", "rank"),
     ),
     "report.html": (
-        "stmoe",
         "inspect report --model {run/model} --corpus {corpus} --out {out} --examples",
         ("1", "2"),
     ),
@@ -51,13 +46,12 @@ ROUNDS = {
 def main(workspace: Path, folder: Path, number: int) -> None:
     """Runs every round and writes how each ended to results-NUMBER.json."""
     warnings.simplefilter("ignore")
-    commands = {name: import_module(module) for name, (module, _, _) in ROUNDS.items()}
     results = {}
-    for name, (_, text, differing) in ROUNDS.items():
+    for name, (text, differing) in ROUNDS.items():
         words = f"{text} {differing[number]}".split()
         argv = [str(folder / name) if word == "{out}" else _fill(word, workspace) for word in words]
         _meet(folder, name, number)
-        results[name] = _end_of(commands[name], argv)
+        results[name] = _end_of(argv)
     (folder / f"results-{number}.json").write_text(json.dumps(results))
 
 
@@ -75,12 +69,12 @@ def _meet(folder: Path, name: str, number: int) -> None:
         time.sleep(0.001)
 
 
-def _end_of(module, argv: list[str]) -> str:
+def _end_of(argv: list[str]) -> str:
     """Returns `done`, or the message with which a command was refused."""
     said = StringIO()
     try:
         with redirect_stdout(StringIO()), redirect_stderr(said):
-            module.main(argv)
+            stmoe.main(argv)
     except (MoEError, OSError) as error:
         return str(error)
     except SystemExit as end:
