@@ -198,6 +198,7 @@ def test_a_budget_is_shared_by_one_threshold(floor):
         ({}, {"budget": 7}, "budget is 7; expected 8 to 13"),
         ({}, {"budget": 9, "floor": 1}, "encoder 1 would keep 1 of 7"),
         (DENSE, {"keep": 2}, "0 sparse layers"),
+        ({"expert_quantization": {"bits": 8}}, {"keep": 3}, "8 bits, and only experts of floats"),
         (
             {"router": "hash", "num_selected_experts": 1, "router_options": {}},
             {"keep": 2},
@@ -222,12 +223,6 @@ def test_a_router_that_needs_more_experts_is_refused(tmp_path):
     model = tiny_model(num_selected_experts=1, **fields)
     with pytest.raises(ConfigError, match=r"num_candidates.* is 4.*num_experts is 3"):
         prune(model, {key: [0, 1, 2] for key in LAYERS}, tmp_path)
-
-
-def test_quantized_experts_are_refused():
-    config = tiny_model().config.replaced(expert_quantization={"bits": 8})
-    with pytest.raises(ConfigError, match="8 bits, and only experts of floats can be pruned"):
-        Pruning(keep=3).numbers(config)
 
 
 def test_a_score_without_tokens_is_refused():
