@@ -24,7 +24,7 @@ from moe.models.configuration import STMoEConfig
 from moe.parsing import reading
 from moe.sparse.config import SparseConfig
 from moe.sparse.router_options import ROUTERS, option_names
-from moe.training.command_help import Setting, listed_settings, short_help
+from moe.training.command_help import Setting, short_help
 from moe.training.optim_recipe import optim_options
 from moe.training.recipe import Recipe
 from moe.training.recipe_files import (
@@ -66,7 +66,7 @@ class RecipeCommand(Generic[R]):
     `--config FILE` (or the name of one of our recipes) may be given several times, and later files win.
     Other arguments override files, whether they come before or after.
     `--print_config` prints the result, including inherited settings (`extends:`), and exits.
-    `--help` explains the options people use, `--help-all` all but the rare fields of the model.
+    `--help` explains the options people use, `--help-all` all.
 
     Example:
         command = RecipeCommand(PretrainRecipe, "Pre-trains a model.", prog="stmoe pretrain")
@@ -88,7 +88,18 @@ class RecipeCommand(Generic[R]):
             for option in optim_options(name) or of_routers:
                 self._suggestions.add(f"{name}.{option}")
 
-        self._parser = _new_parser(self._settings, prog=prog, description=description)
+        self._parser = ArgumentParser(
+            prog=prog, usage=_USAGE, description=description, exit_on_error=False
+        )
+        self._parser.add_argument(
+            "--config",
+            action="config",
+            help="YAML file with settings, or name of a recipe; later ones win",
+        )
+        for setting in self._settings.values():
+            self._parser.add_argument(
+                f"--{setting.name}", type=setting.type, default=setting.default, help=setting.help
+            )
 
     def add_argument(self, name: str, **options: Any) -> None:
         """Adds an argument that is not a setting of the recipe, as in `argparse`."""
@@ -144,7 +155,8 @@ class RecipeCommand(Generic[R]):
             print(self._short_help())  # noqa: T201  the answer to --help
             sys.exit(0)
         if "--help-all" in argv:
-            print(self._long_help())  # noqa: T201  likewise
+            # jsonargparse removes a space with a backspace, which files and escapes would show.
+            print(self._parser.format_help().replace(" \b", ""))  # noqa: T201  likewise
             sys.exit(0)
 
         # Check names before values, so that a misspelt setting is reported by its name.
@@ -158,7 +170,7 @@ class RecipeCommand(Generic[R]):
                     f"--{name} is empty; expected a path. Give one, or leave the option out."
                 )
 
-        advice = "--help-all explains the settings."
+        advice = "--help-all explains all settings."
         with reading("The command line", advice=advice, error=ConfigError):
             try:
                 parsed = self._parser.parse_args(arguments.argv)
@@ -181,23 +193,8 @@ class RecipeCommand(Generic[R]):
     def _short_help(self) -> str:
         parser = self._parser
         return short_help(
-            parser.prog,
-            parser.description or "",
-            listed_settings(self._settings),
-            self._command_arguments,
+            parser.prog, parser.description or "", self._settings, self._command_arguments
         )
-
-    def _long_help(self) -> str:
-        parser = _new_parser(
-            listed_settings(self._settings),
-            prog=self._parser.prog,
-            description=self._parser.description,
-            epilog="Every other field of STMoEConfig may be given as --model.NAME as well.",
-        )
-        for name, options in self._command_arguments.items():
-            parser.add_argument(f"--{name}", **options)
-        # jsonargparse removes a space with a backspace, which files and escapes would show.
-        return parser.format_help().replace(" \b", "")
 
     def _refuse_unknown_options(self, argv: list[str]) -> None:
         """Raises a ConfigError for the first `--name` that the command does not have."""
@@ -216,7 +213,9 @@ class RecipeCommand(Generic[R]):
             in_mapping = name.rpartition(".")[0] in self._mappings
             if is_option and name not in known and not in_mapping:
                 closest = did_you_mean(name, known | self._suggestions)
-                raise ConfigError(f"There is no option --{name}.{closest} --help-all lists them.")
+                raise ConfigError(
+                    f"There is no option --{name}.{closest} --help-all lists all of them."
+                )
 
     def _read_files(self, argv: list[str]) -> _Arguments:
         """Reads and checks the recipe files that the arguments name, and their parents.
@@ -327,21 +326,6 @@ class RecipeCommand(Generic[R]):
 
 # ---------------------------------------------------------------------------
 # Recipes and their settings
-
-
-def _new_parser(settings: dict[str, Setting], **options: Any) -> ArgumentParser:
-    """Returns a parser of recipe files and these settings; `options` as for `argparse`."""
-    parser = ArgumentParser(usage=_USAGE, exit_on_error=False, **options)
-    parser.add_argument(
-        "--config",
-        action="config",
-        help="YAML file with settings, or name of a recipe; later ones win",
-    )
-    for setting in settings.values():
-        parser.add_argument(
-            f"--{setting.name}", type=setting.type, default=setting.default, help=setting.help
-        )
-    return parser
 
 
 def typed_settings(argv: list[str]) -> set[str]:

@@ -1,6 +1,6 @@
 """The text of `--help` of a command with a recipe: its own options, and the settings people use.
 
-`--help-all` lists all settings except the model's rare ones; command.py has both.
+`--help-all` lists all settings; command.py has both.
 """
 
 import argparse
@@ -50,24 +50,6 @@ COMMON_SETTINGS = (
 """Settings in `--help`: those that the recipes and guides set most, about 20 with a command's own
 options."""
 
-_LISTED_MODEL_SETTINGS = {
-    "model.d_model",
-    "model.d_kv",
-    "model.d_ff",
-    "model.num_layers",
-    "model.num_heads",
-    "model.dropout_rate",
-    "model.expert_dropout_rate",
-    "model.num_experts",
-    "model.num_sparse_encoder_layers",
-    "model.num_sparse_decoder_layers",
-    "model.router",
-    "model.capacity_factor",
-    "model.group_size",
-    "model.load_balance_loss_weight",
-}
-"""Fields of STMoEConfig in `--help-all`; its docstring explains the others."""
-
 _WIDEST = 100  # characters of a line
 _NAME_WIDTH = 38
 
@@ -88,15 +70,6 @@ class Setting(NamedTuple):
     help: str
 
 
-def listed_settings(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Returns the settings that `--help-all` lists."""
-    return {
-        name: setting
-        for name, setting in settings.items()
-        if not name.startswith("model.") or name in _LISTED_MODEL_SETTINGS
-    }
-
-
 def short_help(
     prog: str,
     description: str,
@@ -108,7 +81,7 @@ def short_help(
     Args:
         prog: The command, e.g. `stmoe pretrain`.
         description: What it does.
-        settings: The settings of `--help-all` by name; `COMMON_SETTINGS` of them are shown.
+        settings: All settings of its recipe by name; `COMMON_SETTINGS` of them are shown.
         arguments: Its own arguments, as for `argparse`, by name.
     """
     parser = argparse.ArgumentParser(
@@ -116,7 +89,7 @@ def short_help(
         usage=f"{prog} [--config RECIPE] [--OPTION VALUE ...]",
         description=description,
         epilog="In parentheses: the value without a recipe. "
-        f"{prog} --help-all explains {len(settings) + len(arguments)} options.",
+        f"{prog} --help-all explains all {len(settings) + len(arguments)} options.",
         formatter_class=_Formatter,
         add_help=False,
     )
