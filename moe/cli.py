@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,10 +148,12 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
 
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-    # The C locale encodes few letters.
+    # The C locale encodes few letters. The method is replaced, not the stream, to which handlers of
+    # logs keep a reference.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+            vars(stream).setdefault("write", partial(_write_escaped, stream.write))
 
     try:
         # Ctrl-C raises KeyboardInterrupt, unless it is ignored, as under `nohup`.
@@ -182,6 +185,17 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         print(f"error: {_message(error, _advice(error, interrupted))}", file=sys.stderr)
         is_expected = isinstance(error, MoEError | OSError) or _is_out_of_memory(error)
         sys.exit(getattr(error, "exit_code", 2) if is_expected else 1)
+
+
+# Characters by which an answer or a name in downloaded data would control a terminal. Progress bars
+# need the carriage return.
+_CONTROL_CHARACTERS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t\r"
+}
+
+
+def _write_escaped(write: Callable[[str], int], text: str) -> int:
+    return write(text.translate(_CONTROL_CHARACTERS))
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

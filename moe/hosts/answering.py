@@ -10,6 +10,7 @@ from moe.convert.formats import find_tokenizer_files
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.mesh import Mesh
 from moe.files import find_model
+from moe.hosts import all_hosts  # noqa: F401  registers the hosts, which `load_model` then reads
 from moe.serving.batch_generator import BatchGenerator
 from moe.serving.languages import read_languages
 
