@@ -2,6 +2,10 @@
 
 The files are laid out and their headers written first; then every rank writes its own part of each
 tensor at its position.
+
+torch's HuggingFaceStorageWriter does not replace this (tried with torch 2.13 on two ranks of `tp`):
+where tensor parallelism shards F it writes gate and up as [E, 2, F, D], which `from_pretrained` does
+not read, and it writes every byte twice, in a file of each rank and in the consolidated one.
 """
 
 import json

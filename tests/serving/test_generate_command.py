@@ -245,7 +245,7 @@ def test_tables_are_read_by_their_columns(folder, tmp_path):
     [
         ("in.csv", b"question,targets\nw3,w4\n", "inputs is missing"),
         ("in.txt", "w3 w4\n".encode("utf-16"), "UTF-16"),
-        ("in.jsonl", gzip.compress(b'{"inputs": "w3"}'), "gzip"),
+        ("in.jsonl", gzip.compress(b'{"inputs": "w3"}', mtime=0), "gzip"),
         ("in.txt", b"PAR1\0\0", "Parquet"),
         ("in.txt", b"", "no text"),
         ("missing.jsonl", None, "missing.jsonl"),
