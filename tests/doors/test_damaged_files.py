@@ -165,7 +165,7 @@ def copied(request, workspace, tmp_path) -> tuple[Path, str]:
     return tmp_path, request.param
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_change_of_a_file_is_read_or_refused(copied, data):
     root, file = copied

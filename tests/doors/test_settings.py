@@ -74,9 +74,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_value_is_taken_or_refused_in_clear_words(kind, data):
     name = data.draw(st.sampled_from(sorted(defaults_of(kind))))
@@ -97,7 +95,7 @@ def test_numbers_flags_and_choices_refuse_other_types_by_name(kind, value):
                 kind(**{**CLASSES[kind], name: value})
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(SCALARS, SCALARS, SCALARS)
 def test_any_noise_gives_a_length_or_is_refused(inputs_length, density, span_length):
     try:
