@@ -313,6 +313,21 @@ class UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that UniqueKeyLoader would read as numbers."""
+
+
+# PyYAML is of YAML 1.1, where `1e-3` is a text; in YAML 1.2 it is a number.
+for _kind in (UniqueKeyLoader, _Dumper):
+    _exponent = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+.0123456789"))
+
+
+def write_yaml(value: Any) -> str:
+    """Returns plain values as the text that `read_yaml` reads."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+
+
 # ---------------------------------------------------------------------------
 # Records as JSON
 

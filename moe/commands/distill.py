@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from moe.checkpoint.loading import check_model_folder
 from moe.checksums import write_sums
+from moe.cli import path
 from moe.commands import finetune, pretrain
 from moe.commands.surgery_report import REPORT_FILE, compare, measure, write_report
 from moe.data.corpus import load_corpus
@@ -91,11 +92,11 @@ def distill_command(*, is_pairs: bool) -> RecipeCommand[DistillRecipe | DistillP
         "Trains a student on the probabilities of a sparse teacher.",
         prog="stmoe distill",
     )
-    command.add_argument("--teacher", type=Path, required=True, help="folder of the teacher")
+    command.add_argument("--teacher", type=path, required=True, help="folder of the teacher")
     command.add_argument(
-        "--student", type=Path, help="model to train (a dense one made of the teacher)"
+        "--student", type=path, help="model to train (a dense one made of the teacher)"
     )
-    command.add_argument("--corpus", type=Path, help="folder made by stmoe corpus")
+    command.add_argument("--corpus", type=path, help="folder made by stmoe corpus")
     finetune.add_pair_options(command, instead="--corpus")
     command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from moe.checkpoint.best_model import BEST_FOLDER, DevEvaluation, best_and_last, format_scores
 from moe.checks import check_number
+from moe.cli import path
 from moe.data.batches_ahead import default_workers
 from moe.data.blocks import open_blocks
 from moe.data.mixture import build_source, choose_examples, format_choice
@@ -165,7 +166,7 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     )
     command.add_argument(
         "--pretrained",
-        type=Path,
+        type=path,
         required=True,
         help="model to start from, which also gives the architecture; with --init scratch a tokenizer is enough",
     )
@@ -184,12 +185,12 @@ def add_pair_options(command: RecipeCommand[Any], *, instead: str) -> None:
     """Adds the options of the user's own pairs, which `split_pairs` reads."""
     command.add_argument(
         "--train",
-        type=Path,
+        type=path,
         help=f"table of pairs, instead of {instead}: .jsonl, .csv, .tsv, .parquet, the folder of a saved dataset, or "
         "NAME:SPLIT of the hub",
     )
     command.add_argument(
-        "--dev", type=Path, help="table of pairs to score, instead of a share of --train"
+        "--dev", type=path, help="table of pairs to score, instead of a share of --train"
     )
     command.add_argument(
         "--columns",

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import check_model_folder
+from moe.cli import path
 from moe.data.batches_ahead import default_workers
 from moe.data.blocks import open_blocks
 from moe.data.chunks import MixedText, Text, WholeText
@@ -146,7 +147,7 @@ def open_text(
         ConfigError: When the corpora cannot be mixed as the recipe says.
     """
     data = recipe.data
-    streamed = [path for path in corpora if not is_corpus(path)]
+    streamed = [source for source in corpora if not is_corpus(source)]
     num_rates = len(data.rates) if data.rates is not None else 1
     if num_rates != len(corpora):
         raise ConfigError(
@@ -155,14 +156,14 @@ def open_text(
 
     texts: list[Text] = []
     held_out: list[NDArray[np.int32]] = []
-    for path in corpora:
-        if path in streamed:
-            blocks = open_blocks(path, [column])
+    for source in corpora:
+        if source in streamed:
+            blocks = open_blocks(source, [column])
             stream = TokenStream(blocks, tokenizer, cache_folder(), column=column)
             texts.append(stream)
             held_out.append(stream.held_out())
         else:
-            corpus = load_corpus(path)
+            corpus = load_corpus(source)
             texts.append(WholeText(tokenize_corpus(corpus.train, tokenizer)))
             held_out.append(tokenize_corpus(corpus.held_out, tokenizer))
 
@@ -251,7 +252,7 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     )
     command.add_argument(
         "--corpus",
-        type=Path,
+        type=path,
         nargs="+",
         required=True,
         help="folder made by stmoe corpus, or text to stream: Parquet, JSONL, ...; several need data.rates",
@@ -263,11 +264,11 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
         help=f"column of the texts in tables that are streamed ({TEXT_COLUMN})",
     )
     command.add_argument(
-        "--tokenizer", type=Path, required=True, help="folder made by stmoe tokenizer"
+        "--tokenizer", type=path, required=True, help="folder made by stmoe tokenizer"
     )
     command.add_argument(
         "--pretrained",
-        type=Path,
+        type=path,
         help="model to continue training; it keeps its architecture unless the recipe has one (fresh weights)",
     )
     command.add_argument("--out", type=str, required=True, help="folder of the run")

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from moe.checks import check
+from moe.cli import path
 from moe.commands.plan import add_preset, build_plan_command, plan_mesh, suggest_meshes
 from moe.errors import ConfigError
 from moe.files import output_path, write_text
@@ -34,7 +35,7 @@ from moe.training.recipe import PretrainRecipe
 def network_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = build_plan_command("Times the exchanges of a run on a network.", "stmoe network")
-    command.add_argument("--on", type=Path, help="file of the network, see recipes/networks")
+    command.add_argument("--on", type=path, help="file of the network, see recipes/networks")
     command.add_argument(
         "--place", type=str, help="tile of each mesh axis on the network, e.g. tp=4x4,ep=8x8"
     )
@@ -43,11 +44,11 @@ def network_command() -> RecipeCommand[PretrainRecipe]:
     )
     command.add_argument(
         "--page",
-        type=Path,
+        type=path,
         help="HTML file to write: link loads and critical path of one collective",
     )
     command.add_argument(
-        "--measure", type=Path, help="JSON file to write: the network as its ranks measure it"
+        "--measure", type=path, help="JSON file to write: the network as its ranks measure it"
     )
     return command
 

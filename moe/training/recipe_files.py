@@ -11,32 +11,16 @@ a list too, replaces the parent's.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
+from typing import Any
 
 from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
-from moe.parsing import UniqueKeyLoader, read_text, read_yaml
+from moe.parsing import read_yaml
 from stmoe import recipes_folder
 
 EXTENDS = "extends"
-
-
-class RecipeFile(NamedTuple):
-    """One recipe file, without the settings it inherits.
-
-    Attributes:
-        path: The file.
-        settings: Its nested settings, without `extends`.
-        node: The same as YAML nodes, which preserve how a value is written: some readers distinguish
-            `1e-3` from `"1e-3"`.
-    """
-
-    path: Path
-    settings: dict[str, Any]
-    node: yaml.MappingNode
 
 
 def find_recipe(name: str) -> Path:
@@ -63,54 +47,41 @@ def find_recipe(name: str) -> Path:
     return ours
 
 
-def read_recipe_files(path: Path) -> list[RecipeFile]:
-    """Returns a recipe file and its parents, the most distant one last.
+def read_recipe_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Returns path and nested settings, without `extends`, of a recipe file's parents and itself.
+
+    The most distant parent is first.
 
     Raises:
         ConfigError: When a file cannot be read, its parent does not exist, or it extends itself,
             directly or through others.
     """
-    # From child to parent, until a file has none; `chain` is for the error message.
-    files: list[RecipeFile] = []
+    files: list[tuple[Path, dict[str, Any]]] = []
     chain: list[Path] = []
     next_path: Path | None = path
     while next_path is not None:
-        chain.append(next_path)
-        if any(os.path.realpath(next_path) == os.path.realpath(file.path) for file in files):
+        file = next_path
+        is_known = any(os.path.realpath(file) == os.path.realpath(child) for child in chain)
+        chain.append(file)
+        if is_known:
             raise ConfigError(
                 f"{path} extends itself: {' -> '.join(map(str, chain))}. Remove `{EXTENDS}` from one of them."
             )
-        file, next_path = _read_file(next_path)
-        files.append(file)
-    return files
+        settings = read_yaml(file)
+        next_path = _parent_path(file, settings.pop(EXTENDS)) if EXTENDS in settings else None
+        files.append((file, settings))
+    return files[::-1]
 
 
-def merged_text(files: list[RecipeFile]) -> str:
-    """Returns the settings of a chain of files as one YAML text; the first file's settings win.
-
-    Args:
-        files: Result of `read_recipe_files`.
-    """
-    # From the most distant parent to the file itself, each overrides the previous one.
-    node = files[-1].node
-    for file in reversed(files[:-1]):
-        node = _merge(node, file.node)
-    return yaml.serialize(node, Dumper=yaml.SafeDumper, allow_unicode=True)
-
-
-def _read_file(path: Path) -> tuple[RecipeFile, Path | None]:
-    """Returns a recipe file, and the path of its parent, if it names one."""
-    settings = read_yaml(path)
-    node = yaml.compose(read_text(path), Loader=UniqueKeyLoader)
-    assert isinstance(node, yaml.MappingNode), "read_yaml refuses all but mappings"
-
-    parent = None
-    if EXTENDS in settings:
-        parent = _parent_path(path, settings.pop(EXTENDS))
-
-    # The nodes without `extends`.
-    entries = [entry for entry in node.value if entry[0].value != EXTENDS]
-    return RecipeFile(path, settings, yaml.MappingNode(node.tag, entries)), parent
+def merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of both; mappings are merged, other values of the child win."""
+    merged = dict(parent)
+    for key, value in child.items():
+        inherited = merged.get(key)
+        if isinstance(inherited, Mapping) and isinstance(value, Mapping):
+            value = merge(inherited, value)
+        merged[key] = value
+    return merged
 
 
 def _parent_path(path: Path, parent: Any) -> Path:
@@ -134,14 +105,3 @@ def _parent_path(path: Path, parent: Any) -> Path:
             "file that names them; stmoe recipes lists the names."
         )
     return parent_path
-
-
-def _merge(parent: yaml.MappingNode, child: yaml.MappingNode) -> yaml.MappingNode:
-    """Returns the settings of both; mappings are merged, other values of the child win."""
-    entries = {key.value: (key, value) for key, value in parent.value}
-    for key, value in child.value:
-        _, inherited = entries.get(key.value, (key, None))
-        if isinstance(inherited, yaml.MappingNode) and isinstance(value, yaml.MappingNode):
-            value = _merge(inherited, value)
-        entries[key.value] = (key, value)
-    return yaml.MappingNode(child.tag, list(entries.values()))

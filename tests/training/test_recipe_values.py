@@ -7,13 +7,13 @@ import itertools
 import math
 import os
 import time
-from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from moe import cli
 from moe.commands.plan import read_workload
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.distributed.launch import DEFAULT_TIMEOUT
@@ -22,7 +22,8 @@ from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group
 from moe.training.build import check_run_fits
-from moe.training.command import RecipeCommand, recipe_settings
+from moe.training.command import RecipeCommand
+from moe.training.command_help import recipe_settings
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from moe.training.step import check_groups
 from tests.training.tiny_run import MODEL
@@ -42,7 +43,7 @@ VALID = {
 NAMES = {kind: sorted(setting.name for setting in recipe_settings(kind)) for kind in VALID}
 OWN = {
     "resume": {"action": "store_true"},
-    "out": {"type": Path},
+    "out": {"type": cli.path},
     "seeds": {"type": int, "nargs": "+"},
 }
 SECONDS = 1.0
@@ -147,9 +148,9 @@ def test_any_value_of_a_setting_builds_at_once_or_is_one_message_that_names_it(
 
 def test_a_wrong_argument_is_one_message_with_name_and_value():
     for argument, message in (
-        ("--training.steps=many", r"^training\.steps is many; expected an integer\.$"),
-        ("--training.micro_batch_size=[1]", r"is \[1\]; expected an integer or null\.$"),
-        ("--training.precision=float16", r"is float16; expected one of float32, bfloat16\.$"),
+        ("--training.steps=many", r"^training\.steps is 'many'; expected an integer from 1"),
+        ("--training.micro_batch_size=[1]", r"is \[1\]; expected an integer .*or null"),
+        ("--training.precision=float16", r"is 'float16'; expected one of float32, bfloat16\.$"),
         ("--resume=perhaps", "resume"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -160,7 +161,7 @@ COMMAND_VALUES = {
     "resume: perhaps": "resume is 'perhaps'; expected true or false",
     "resume: null": "resume is None; expected true or false",
     "seeds: 3": r"seeds is 3; expected a list, e\.g\. \[0, 1\]",
-    "out: ''": "out is ''; expected a path",
+    "out: ''": "--out is empty",
     "seed: 1\nseed: 2": "the key 'seed' is given twice",
     "optim: {lr: 1, lr: 2}": "the key 'lr' is given twice",
     "training: {steps: !!timestamp x}": "is not YAML",

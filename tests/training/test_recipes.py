@@ -263,6 +263,17 @@ def test_a_cooldown_of_a_file_keeps_its_share_of_the_steps(tmp_path):
         parse(*a, *typed, "--training.steps", 30)
 
 
+def test_a_number_may_have_an_exponent_alone_and_a_text_that_looks_like_one_stays_a_text(tmp_path):
+    argv = ("--optim.lr", "1e-3", "--mixture.folder", "1e3", "--mixture.train_examples", "null")
+    recipe = parse(*argv, kind=FinetuneRecipe)
+    assert (recipe.optim.lr, recipe.mixture.folder) == (1e-3, "1e3")
+    save_recipe(recipe, tmp_path / "saved.yaml")
+    assert parse("--config", tmp_path / "saved.yaml", kind=FinetuneRecipe) == recipe
+
+    # A whole number is the number that a run which was saved before has.
+    assert repr(parse("--optim.lr", 2).optim.lr) == "2.0"
+
+
 def test_numbers_and_texts_that_are_inherited_stay_what_they_were_written_as(tmp_path):
     files = write(
         tmp_path,
@@ -294,7 +305,7 @@ def test_a_mistake_names_the_file_in_which_it_stands(tmp_path):
         ("extends: [a.yaml]", r"child\.yaml: extends is \['a\.yaml'\]; expected the path"),
         ("extends: ''", r"child\.yaml: extends is ''; expected the path"),
         ("extends: wrong.yaml", r"wrong\.yaml: .*'optim\.lrr'.*Did you mean 'optim\.lr'"),
-        ("extends: value.yaml", r"value\.yaml: training\.precision is float16; expected one of"),
+        ("extends: value.yaml", r"value\.yaml: training\.precision is 'float16'; expected one of"),
         ("extends: range.yaml", r"range\.yaml: optim\.lr is -1\.0; expected a finite number"),
         ("extend: value.yaml", r"child\.yaml: there is no setting 'extend'.*mean 'extends'"),
     ):
@@ -375,9 +386,9 @@ WRONG = {
     "- a\n- b": "expected settings",
     "a: [": "is not YAML",
     "# all is commented out": "expected settings",
-    "optimm: {}": "no setting 'optimm.' in a PretrainRecipe. Did you mean 'optim.lr'",
-    "training:": "no setting 'training'",
-    "seed: null": "seed is null; expected int",
+    "optimm: {}": "no setting 'optimm' in a PretrainRecipe. Did you mean 'optim.lr'",
+    "training: 5": "no setting 'training'",
+    "seed: null": "seed is None; expected an integer",
     "seed: 4294967296": "seed is 4294967296; expected an integer from 0 to 4,294,967,295",
     "optim: {lr: .inf}": "optim.lr is inf; expected a finite number above 0",
 }
@@ -404,7 +415,7 @@ def test_missing_binary_and_unknown_arguments_are_one_message(tmp_path):
 
 
 def test_an_empty_section_and_an_allowed_null_change_nothing(tmp_path):
-    (tmp_path / "a.yaml").write_text("optim: {}\ntraining:\n  micro_batch_size: null\n")
+    (tmp_path / "a.yaml").write_text("optim: {}\nmesh:\ntraining:\n  micro_batch_size: null\n")
     assert parse("--config", tmp_path / "a.yaml") == parse()
 
 
