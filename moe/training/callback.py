@@ -15,8 +15,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from moe.distributed.collectives import is_rank_zero, sum_each_over_ranks
 from moe.errors import ConfigError
 from moe.models.outputs import STMoEOutput
+from moe.sparse.editing import sparse_layers
 from moe.sparse.stats import RouterStats
-from moe.training.router_health import RouterHealth, layer_keys, router_values
+from moe.training.router_health import DeadExperts, router_values
 from moe.training.step import add_layer_stats, learns_from_load, router_outputs
 
 
@@ -32,14 +33,14 @@ class RouterStatsCallback(TrainerCallback):
     and not when frozen. With a `compute_loss_func` of the Trainer, the model gets no labels, and
     the log contains only the routers' part.
 
-    It warns once, through Python's logging, of a layer whose experts die or whose drops rise.
+    It warns once, through Python's logging, of a layer whose experts die.
 
     Example:
         trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
     """
 
     def __init__(self) -> None:
-        self._health = RouterHealth([])
+        self._dead_experts = DeadExperts([])
         self._hooks: list[RemovableHandle] = []
         # Sums of ce_loss and z_loss since the last log, <float64>[2]; None before the first.
         self._losses: Tensor | None = None
@@ -81,7 +82,7 @@ class RouterStatsCallback(TrainerCallback):
             model.register_forward_hook(self._add_output),
         ]
 
-        self._health = RouterHealth(layer_keys(model.config))
+        self._dead_experts = DeadExperts(sparse_layers(model))
 
     def on_step_end(
         self,
@@ -136,7 +137,7 @@ class RouterStatsCallback(TrainerCallback):
             if stack_layers:
                 values.update(router_values(stack, RouterStats.sum(stack_layers)))
         if is_rank_zero():
-            self._health.observe(state.global_step, layers)
+            self._dead_experts.observe(state.global_step, layers)
 
         logs.update(values)
         state.log_history[-1].update(values)

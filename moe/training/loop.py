@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -113,14 +114,14 @@ def train(
             reporter = Reporter(run, writer, description, first_step, process_start)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
         quality = broadcast_from_rank_zero(lambda: _held_out_sentence(run))
-        _print_on_rank_zero(reporter.summary())
+        _print_on_rank_zero(reporter.timeline.summary())
         if quality:
             _print_on_rank_zero(quality)
 
         # The model's folder marks a run as complete.
         sections = {"Training": _training_text(run, quality)} if quality else None
         save_model_on_mesh(model, layouts, mesh, model_folder, run.tokenizer, sections=sections)
-        reporter.end()
+        reporter.timeline.end()
     return model_folder
 
 
@@ -147,9 +148,9 @@ def _run_steps(
         reporter.report_held_out(0)
 
     planned_steps = _planned_steps(run, optimizer, first_step)
-    with closing(planned_steps), reporter.progress_bar(first_step) as bar:
-        reporter.restart_clock()
-        for step, shares, data_wait in reporter.measured(planned_steps):
+    with closing(planned_steps), reporter.bar:
+        started = time.perf_counter()
+        for step, shares, data_wait in planned_steps:
             done = step + 1
             try:
                 metrics = take_step(model, optimizer, run.recipe, shares, step, ranks, run.forward)
@@ -160,14 +161,13 @@ def _run_steps(
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                     what = f"The loss is {loss} and the gradient's norm {grad_norm} at step {done}."
                     raise _divergence(what, run.folder)
-                reporter.count_step(data_wait)
-                reporter.report_step(done, metrics, bar)
+                reporter.report_step(done, metrics, time.perf_counter() - started, data_wait)
 
                 if is_due(done, training.evaluate_every, training.steps):
                     reporter.report_held_out(done)
                     reporter.report_dev_scores(done)
-                    reporter.restart_clock()
             except LostStepError:
+                started = time.perf_counter()
                 continue  # it comes again
             except NonFiniteError as error:  # inside the model
                 what = f"At step {done} training has diverged. {error}"
@@ -183,6 +183,7 @@ def _run_steps(
                     raise Interrupted(
                         f"Stopped after step {done:,}; {checkpoint} is complete.", signal_number
                     )
+            started = time.perf_counter()
 
 
 def _planned_steps(

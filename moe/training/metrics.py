@@ -7,7 +7,6 @@ from typing import Any, Self
 from torch.utils.tensorboard import SummaryWriter
 
 from moe.checks import is_kind, shown
-from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
 from moe.json_lines import JsonLines
 from moe.parsing import read_json_lines
@@ -18,15 +17,12 @@ from moe.training.step import StepMetrics
 METRICS_FILE = "metrics.jsonl"
 
 
-def step_values(
-    metrics: StepMetrics, tokens_per_second: float, data_wait: float
-) -> dict[str, float]:
+def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, float]:
     """Returns the numbers of one update under their names in logs.
 
     Args:
         metrics: Result of `take_step`.
         tokens_per_second: Over the steps since the last log.
-        data_wait: Seconds for which one of these steps waited for its batch, on average.
     """
     values = {
         "train/loss": float(metrics.loss),
@@ -34,7 +30,6 @@ def step_values(
         "train/grad_norm": float(metrics.grad_norm),
         "train/lr": metrics.lr,
         "train/tokens_per_second": tokens_per_second,
-        "train/data_wait_seconds": data_wait,
     }
 
     # A dense stack has no routers to report on.
@@ -45,18 +40,6 @@ def step_values(
         for name, value in RouterStats.max_violations(metrics.layer_stats).items():
             values[f"router/{name}"] = value
     return values
-
-
-def replica_values(seconds: ReplicaSeconds) -> dict[str, float]:
-    """Returns the cost of lost replica groups under its names in logs."""
-    return {
-        "replicas/live": seconds.live,
-        "replicas/meeting_seconds": seconds.meeting,
-        "replicas/healing_seconds": seconds.healing,
-        "replicas/lost_seconds": seconds.lost,
-        "replicas/lost_steps": seconds.lost_steps,
-        "replicas/healed": seconds.healed,
-    }
 
 
 def last_value(path: Path, name: str) -> float | None:

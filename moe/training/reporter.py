@@ -6,10 +6,9 @@ The loop (loop.py) calls it after every step.
 import atexit
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -17,19 +16,23 @@ from moe.checkpoint.best_model import format_scores, score_model
 from moe.checkpoint.final_model import save_model_on_mesh
 from moe.distributed.collectives import is_rank_zero
 from moe.distributed.replica_groups import ReplicaSeconds
+from moe.sparse.editing import sparse_layers
 from moe.training.heldout_loss import evaluate_held_out
-from moe.training.metrics import MetricsWriter, replica_values, step_values
-from moe.training.planned_steps import PlannedStep
-from moe.training.router_health import RouterHealth, layer_keys
+from moe.training.metrics import MetricsWriter, step_values
+from moe.training.router_health import DeadExperts
 from moe.training.run import Run
 from moe.training.step import StepMetrics
-from moe.training.timeline import TIMELINE_FILE, Timeline
+from moe.training.timeline import TIMELINE_FILE, Timeline, TimelineEvent
 
 
 class Reporter:
     """Reports steps, held-out losses and dev scores: to metrics.jsonl and on the progress bar.
 
     Every rank measures; rank zero writes and warns.
+
+    Attributes:
+        timeline: Says how the seconds of the run are spent.
+        bar: Progress bar over the steps; only rank zero shows it.
 
     Args:
         run: The run.
@@ -49,70 +52,78 @@ class Reporter:
     ) -> None:
         self._run = run
         self._writer = writer
-        self._description = description
-        self._health = RouterHealth(layer_keys(run.built.model.config))
+        self._dead_experts = DeadExperts(sparse_layers(run.built.model))
         path = run.folder / TIMELINE_FILE if writer else None
-        self._timeline = Timeline(path, first_step, started=process_start)
+        self.timeline = Timeline(path, first_step, started=process_start)
         if process_start is not None:
-            atexit.register(self.end)
-        self._step_started = time.perf_counter()
-        self.restart_clock()
-
-    def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
-        """Returns a progress bar over the steps; only rank zero shows it."""
-        return tqdm(
-            total=self._run.recipe.training.steps,
+            atexit.register(self.timeline.end)
+        self.bar = tqdm(
+            total=run.recipe.training.steps,
             initial=first_step,
-            desc=self._description,
+            desc=description,
             unit="step",
             mininterval=1.0,
-            disable=self._writer is None,
+            disable=writer is None,
         )
 
-    def restart_clock(self) -> None:
-        """Resets the counts of tokens and seconds, after work other than training."""
-        self._started = time.perf_counter()
+        # Of the steps since the last line of metrics.
         self._tokens = 0.0
-        self._data_seconds = 0.0
+        self._seconds = 0.0
+        self._data_wait = 0.0
         self._num_steps = 0
 
-    def count_step(self, data_wait: float) -> None:
-        """Counts an update, which ends now, and its seconds of waiting for the batch."""
-        self._data_seconds += data_wait
-        self._num_steps += 1
-        self._timeline.count_step(time.perf_counter() - self._step_started, data_wait)
+    def report_step(
+        self, step: int, metrics: StepMetrics, seconds: float, data_wait: float
+    ) -> None:
+        """Counts an update, and writes its metrics when they are due.
 
-    def measured(self, planned_steps: Iterable[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yields the steps, and measures each from before it is planned."""
-        self._step_started = time.perf_counter()
-        for step in planned_steps:
-            yield step
-            self._step_started = time.perf_counter()
-
-    def report_step(self, step: int, metrics: StepMetrics, bar: "tqdm[NoReturn]") -> None:
-        """Counts an update, and writes its metrics when they are due."""
+        Args:
+            step: Updates so far.
+            metrics: Result of the last one.
+            seconds: Its seconds, from before its batch was there.
+            data_wait: Those of them in which it waited for the batch.
+        """
         training = self._run.recipe.training
         self._tokens += float(metrics.tokens)
+        self._seconds += seconds
+        self._data_wait += data_wait
+        self._num_steps += 1
         if self._writer is not None and is_due(step, training.log_every, training.steps):
-            tokens_per_second = self._tokens / (time.perf_counter() - self._started)
-            data_wait = self._data_seconds / self._num_steps
-            self._writer.write(step, step_values(metrics, tokens_per_second, data_wait))
-            self._report_seconds(step)
-            self._health.observe(step, metrics.layer_stats)
-            ce_loss = f"{float(metrics.ce_loss):.3f}"
-            bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
-            self.restart_clock()
+            self._write_step(self._writer, step, metrics)
 
         # A healed replica group has skipped steps.
-        bar.update(step - bar.n)
+        self.bar.update(step - self.bar.n)
 
-    def _report_seconds(self, step: int) -> None:
-        """Writes how the seconds since the last call were spent."""
-        seconds = ReplicaSeconds()
-        if self._writer is not None and self._run.replicas is not None:
-            seconds = self._run.replicas.take_seconds()
-            self._writer.write(step, replica_values(seconds))
-        self._timeline.write(step, seconds)
+    def _write_step(self, writer: MetricsWriter, step: int, metrics: StepMetrics) -> None:
+        """Writes the metrics of an update, and how the seconds since the last call were spent."""
+        values = step_values(metrics, self._tokens / self._seconds)
+        replicas = ReplicaSeconds()
+        if self._run.replicas is not None:
+            replicas = self._run.replicas.take_seconds()
+            values["replicas/live"] = replicas.live
+        writer.write(step, values)
+        self.timeline.append(
+            TimelineEvent(
+                event="steps",
+                time=time.time(),
+                step=step,
+                num_steps=self._num_steps,
+                seconds=self._seconds,
+                data_wait=self._data_wait,
+                meeting=replicas.meeting,
+                healing=replicas.healing,
+                lost=replicas.lost,
+                healed=replicas.healed,
+            )
+        )
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._data_wait = 0.0
+        self._num_steps = 0
+
+        self._dead_experts.observe(step, metrics.layer_stats)
+        ce_loss = f"{float(metrics.ce_loss):.3f}"
+        self.bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
 
     def report_held_out(self, step: int) -> None:
         """Writes the held-out loss after `step` updates, if there are held-out batches."""
@@ -147,26 +158,13 @@ class Reporter:
             self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
             tqdm.write(f"step {step:,}: {format_scores(scores)}")
 
-    def summary(self) -> str:
-        """Returns a line on how the seconds of this process were spent."""
-        goodput = self._timeline.goodput()
-        noun = "step" if goodput.steps == 1 else "steps"
-        return (
-            f"{goodput.steps:,} {noun} in {goodput.total:,.1f} s: a step waited for its batch in "
-            f"{goodput.data_wait_share:.1%} of its time; evaluations took "
-            f"{goodput.evaluation_share:.1%} of all."
-        )
-
-    def end(self) -> None:
-        """Writes that the run is complete, or that its process exits."""
-        self._timeline.end()
-
     @contextmanager
     def _evaluation(self, step: int) -> Iterator[None]:
         """Measures an evaluation after `step` updates."""
         started = time.perf_counter()
         yield
-        self._timeline.write_evaluation(step, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.timeline.append(TimelineEvent("evaluation", time.time(), step, seconds=seconds))
 
 
 def open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:

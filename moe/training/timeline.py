@@ -13,7 +13,6 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
 from moe.json_lines import JsonLines
 from moe.parsing import read_json_lines, to_record
@@ -67,65 +66,16 @@ class Timeline:
     """
 
     def __init__(self, path: Path | None, step: int, *, started: float | None = None) -> None:
-        self._step = step
-        now = time.time()
-        self._started = now if started is None else started
-        self._goodput = Goodput(steps=0, starts=1, total=0.0)
-        self._num_steps = 0
-        self._seconds = 0.0
-        self._data_wait = 0.0
         self._lines = None if path is None else JsonLines(path)
-        loading = max(0.0, now - self._started)
-        self._append(TimelineEvent("start", self._started, step, seconds=loading))
+        self._events: list[TimelineEvent] = []
+        now = time.time()
+        started = now if started is None else started
+        loading = max(0.0, now - started)
+        self.append(TimelineEvent("start", started, step, seconds=loading))
 
-    def count_step(self, seconds: float, data_wait: float) -> None:
-        """Counts an update."""
-        self._num_steps += 1
-        self._seconds += seconds
-        self._data_wait += data_wait
-
-    def write(self, step: int, replicas: ReplicaSeconds) -> None:
-        """Writes the updates since the last line.
-
-        Args:
-            step: Updates so far.
-            replicas: Cost of lost replica groups in the meantime.
-        """
-        event = TimelineEvent(
-            event="steps",
-            time=time.time(),
-            step=step,
-            num_steps=self._num_steps,
-            seconds=self._seconds,
-            data_wait=self._data_wait,
-            meeting=replicas.meeting,
-            healing=replicas.healing,
-            lost=replicas.lost,
-            healed=replicas.healed,
-        )
-        self._append(event)
-        self._num_steps = 0
-        self._seconds = 0.0
-        self._data_wait = 0.0
-
-    def write_evaluation(self, step: int, seconds: float) -> None:
-        """Records the end of an evaluation after `step` updates, and its seconds."""
-        self._append(TimelineEvent("evaluation", time.time(), step, seconds=seconds))
-
-    def end(self) -> None:
-        """Writes that the run, or its process, ends now."""
-        # A complete run must not fail because of a full disk or a removed folder.
-        with contextlib.suppress(OSError):
-            self._append(TimelineEvent("end", time.time(), self._step))
-
-    def goodput(self) -> "Goodput":
-        """Returns a breakdown of this process's seconds; `steps` are its own."""
-        return self._goodput._replace(total=time.time() - self._started)
-
-    def _append(self, event: TimelineEvent) -> None:
-        self._step = event.step
-        num_steps = self._goodput.steps + event.num_steps
-        self._goodput = _add_event(self._goodput, event)._replace(steps=num_steps)
+    def append(self, event: TimelineEvent) -> None:
+        """Adds a line."""
+        self._events.append(event)
         if self._lines is None:
             return
         values = {}
@@ -133,9 +83,40 @@ class Timeline:
             values[name] = round(value, _DIGITS) if isinstance(value, float) else value
         self._lines.append(values)
 
+    def end(self) -> None:
+        """Writes that the run, or its process, ends now."""
+        # A complete run must not fail because of a full disk or a removed folder.
+        with contextlib.suppress(OSError):
+            self.append(TimelineEvent("end", time.time(), self._events[-1].step))
+
+    def summary(self) -> str:
+        """Returns a line on how the seconds of this process were spent."""
+        now = TimelineEvent("end", time.time(), self._events[-1].step)
+        goodput = measure_goodput([*self._events, now])
+        num_steps = sum(event.num_steps for event in self._events)
+        return (
+            f"{num_steps:,} {'step' if num_steps == 1 else 'steps'} in {goodput.total:,.1f} s: "
+            f"a step waited for its batch in {goodput.data_wait_share:.1%} of its time; "
+            f"evaluations took {goodput.share('evaluation'):.1%} of all."
+        )
+
 
 # ---------------------------------------------------------------------------
 # Goodput
+
+STATES = {
+    "useful": "useful steps",
+    "redone": "steps that were taken again",
+    "down": "nobody there, until a start",
+    "loading": "importing, loading data and model",
+    "data_wait": "waiting for batches",
+    "meeting": "meeting other replica groups",
+    "healing": "healing from another group",
+    "lost": "steps lost with a group",
+    "evaluation": "evaluating",
+    "other": "checkpoints, final model, exit",
+}
+"""States of a run, and what happens in them."""
 
 
 class Goodput(NamedTuple):
@@ -145,51 +126,25 @@ class Goodput(NamedTuple):
         steps: Updates so far.
         starts: Number of starts.
         total: Seconds from the first start to the last line, which a process writes as it exits.
-        useful: Seconds in steps that count.
-        redone: Seconds in steps that were repeated after a crash.
-        down: Seconds from the last line of a process to the start of the next.
-        loading: Seconds from the start of a process until its model and data are loaded.
-        data_wait: Seconds of waiting for batches.
-        meeting: Seconds of waiting for other replica groups before a step.
-        healing: Seconds of taking over the state of another group.
-        lost: Seconds in steps that were lost with a group.
-        evaluation: Seconds in held-out losses and dev scores.
+        seconds: Seconds in each of the `STATES`; `down` is from the last line of a process to the
+            start of the next.
     """
 
     steps: int
     starts: int
     total: float
-    useful: float = 0.0
-    redone: float = 0.0
-    down: float = 0.0
-    loading: float = 0.0
-    data_wait: float = 0.0
-    meeting: float = 0.0
-    healing: float = 0.0
-    lost: float = 0.0
-    evaluation: float = 0.0
+    seconds: dict[str, float]
 
-    @property
-    def other(self) -> float:
-        """Seconds in checkpoints, the final model, and exit."""
-        parts = self[self._fields.index("useful") :]
-        return max(0.0, self.total - sum(parts))
-
-    @property
-    def share(self) -> float:
-        """Share of the seconds that were useful."""
-        return self.useful / self.total if self.total else 0.0
-
-    @property
-    def evaluation_share(self) -> float:
-        """Share of the seconds that evaluations took."""
-        return self.evaluation / self.total if self.total else 0.0
+    def share(self, state: str) -> float:
+        """Returns the share of the seconds in a state; that of `useful` is the goodput."""
+        return self.seconds[state] / self.total if self.total else 0.0
 
     @property
     def data_wait_share(self) -> float:
         """Share of the seconds of steps spent waiting for batches."""
-        steps = self.useful + self.redone + self.data_wait + self.meeting + self.healing
-        return self.data_wait / steps if steps else 0.0
+        of_steps = ("useful", "redone", "data_wait", "meeting", "healing")
+        seconds = sum(self.seconds[state] for state in of_steps)
+        return self.seconds["data_wait"] / seconds if seconds else 0.0
 
 
 def read_timeline(folder: Path) -> list[TimelineEvent]:
@@ -211,54 +166,36 @@ def read_timeline(folder: Path) -> list[TimelineEvent]:
 
 def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
     """Returns a breakdown of the seconds of a run."""
-    starts = sum(event.event == "start" for event in events)
-    total = events[-1].time - events[0].time
-    goodput = Goodput(events[-1].step, starts, total)
-    for index, event in enumerate(events):
+    seconds = dict.fromkeys(STATES, 0.0)
+    starts = 0
+    ended = events[0].time  # of the process before
+    for event in events:
         if event.event == "start":
-            # No process was running since the last line.
-            before = events[index - 1].time if index else event.time
-            down = max(0.0, event.time - before)
-            goodput = goodput._replace(down=goodput.down + down)
-        goodput = _add_event(goodput, event, _kept_share(events, index))
-    return goodput
+            starts += 1
+            seconds["down"] += max(0.0, event.time - ended)
+        ended = event.time
 
+    # From the end, since a later process tells which steps were taken again.
+    first_redone = events[-1].step
+    healed_at: int | None = None  # updates before the first steps of a process that was healed
+    for event in reversed(events):
+        if event.event == "start":
+            seconds["loading"] += event.seconds
+            resumed_at = event.step if healed_at is None else healed_at
+            first_redone = min(first_redone, resumed_at)
+            healed_at = None
+        elif event.event == "evaluation":
+            seconds["evaluation"] += event.seconds
+        elif event.event == "steps":
+            for state in ("data_wait", "meeting", "healing", "lost"):
+                seconds[state] += getattr(event, state)
+            work = max(0.0, event.seconds - event.data_wait - event.meeting - event.healing)
+            num_redone = min(event.num_steps, max(0, event.step - first_redone))
+            redone = work * num_redone / max(1, event.num_steps)
+            seconds["redone"] += redone
+            seconds["useful"] += work - redone
+            healed_at = event.step - event.num_steps if event.healed else None
 
-def _add_event(goodput: Goodput, event: TimelineEvent, kept: float = 1.0) -> Goodput:
-    """Returns the goodput with an event's seconds added; the share `kept` of its steps counts."""
-    if event.event == "start":
-        return goodput._replace(loading=goodput.loading + event.seconds)
-    if event.event == "evaluation":
-        return goodput._replace(evaluation=goodput.evaluation + event.seconds)
-
-    waits = event.data_wait + event.meeting + event.healing
-    work = max(0.0, event.seconds - waits)
-    return goodput._replace(
-        useful=goodput.useful + kept * work,
-        redone=goodput.redone + (1 - kept) * work,
-        data_wait=goodput.data_wait + event.data_wait,
-        meeting=goodput.meeting + event.meeting,
-        healing=goodput.healing + event.healing,
-        lost=goodput.lost + event.lost,
-    )
-
-
-def _kept_share(events: Sequence[TimelineEvent], index: int) -> float:
-    """Returns the share of an event's steps that no later process repeated."""
-    event = events[index]
-    first_again = event.step
-    for later in range(index + 1, len(events)):
-        if events[later].event == "start":
-            first_again = min(first_again, _goes_on_at(events, later))
-    redone = min(event.num_steps, event.step - first_again)
-    return 1 - redone / event.num_steps if event.num_steps else 1.0
-
-
-def _goes_on_at(events: Sequence[TimelineEvent], start: int) -> int:
-    """Returns the number of updates before the first step of a process."""
-    for following in events[start + 1 :]:
-        if following.event == "start":
-            break
-        if following.event == "steps":
-            return following.step - following.num_steps if following.healed else events[start].step
-    return events[start].step
+    total = events[-1].time - events[0].time
+    seconds["other"] = max(0.0, total - sum(seconds.values()))
+    return Goodput(events[-1].step, starts, total, seconds)

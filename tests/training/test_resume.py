@@ -121,9 +121,6 @@ def test_a_run_that_is_asked_to_end_loses_no_step_and_may_go_on_without_batches_
 
     here(inputs, out, "--resume")
     assert losses(out) == losses(unstopped)
-    assert all(
-        line["train/data_wait_seconds"] > 0 for line in lines_of(out) if "train/loss" in line
-    )
 
 
 def test_a_run_keeps_the_libraries_of_its_checkpoint(inputs, tmp_path):
@@ -178,8 +175,9 @@ def test_a_run_says_at_its_end_how_good_it_is_and_what_batches_and_evaluations_t
     assert [event.step for event in evaluations] == [0, 3, 5]
     assert all(event.seconds > 0 for event in evaluations)
     goodput = measure_goodput(events)
-    assert goodput.evaluation == pytest.approx(sum(event.seconds for event in evaluations))
-    assert goodput.evaluation + goodput.useful + goodput.data_wait <= goodput.total
+    seconds = sum(event.seconds for event in evaluations)
+    assert goodput.seconds["evaluation"] == pytest.approx(seconds)
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.total)
 
 
 def test_a_second_signal_ends_a_run_at_once_and_leaves_a_folder_that_goes_on(
