@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
     Attributes:
         number: Number of the request.
-        token: The token; -1 if the request failed.
+        token: The token; -1 if the model failed.
         text: Text that became certain with it; empty unless the request streams.
         answer: The whole answer, with its last token.
         log_prob: Log-probability of the token under the model, if its request has scores.
@@ -81,7 +81,7 @@ class Answer:
         log_probs: Log-probability of each token under the model; empty unless requested.
         finish: Whether an end token, a stop string or the maximum length ended it; None if the
             request has no answer.
-        error: Why the request was refused, or how the model failed on it.
+        error: Why the request was refused, or how the model failed.
     """
 
     number: int
@@ -102,8 +102,6 @@ class _Request(NamedTuple):
         stream: Whether its pieces have texts.
         client: Requests of one client take turns with those of others.
         num_likeliest: Number of the likeliest tokens in each of its pieces.
-        num_sent: Pieces that were returned before a step failed.
-        trial: Requests of one trial run without others, since a step with them failed; 0 for none.
     """
 
     number: int
@@ -112,8 +110,6 @@ class _Request(NamedTuple):
     stream: bool = False
     client: int = 0
     num_likeliest: int = 0
-    num_sent: int = 0
-    trial: int = 0
 
 
 class _Row:
@@ -123,7 +119,6 @@ class _Row:
         self.request = request
         self.number = request.number
         self.sampling = request.sampling
-        self.num_sent = request.num_sent
         self.draws = draws_of(request.sampling.seed)
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
@@ -191,7 +186,6 @@ class Engine:
         self.max_batch = max_batch
         self.group = group
         self.waiting: list[_Request] = []
-        self._num_trials = 0
         self._clear()
 
         settings: Any = model.generation_config
@@ -237,7 +231,7 @@ class Engine:
 
     @torch.inference_mode()
     def cancel(self, number: int) -> None:
-        """Forgets a request, wherever it is."""
+        """Removes a request from the queue or the running batch."""
         self.waiting = [request for request in self.waiting if request.number != number]
         self._leave([row for row, state in enumerate(self._rows) if state.number == number])
 
@@ -250,45 +244,29 @@ class Engine:
     def step(self) -> list[Piece]:
         """Returns the next token of every running request; admits waiting ones before.
 
-        When it fails, its requests are computed again in two halves, and so on, until the request
-        that fails alone has an answer with the error.
-
-        Raises:
-            Exception: When the device fails, or a step of ranks that share experts.
+        After an error, `abort` removes the running requests.
         """
         pieces: list[Piece] = []
-        try:
-            chosen = self._choose()
-            if self.anywhere(bool(chosen)):
-                if chosen:
-                    num_running = len(self._rows)
-                    pieces += self._take(self._encode(chosen), num_running)
-                else:
-                    self._prefill([[self._pad]], [0])
-            if self.anywhere(bool(self._rows)):
-                if self._rows:
-                    pieces += self._take(self._decode(), 0)
-                else:
-                    self._decode_padding()
-        except Exception as error:
-            if not self._rows or self.group or isinstance(error, torch.AcceleratorError):
-                raise
-            pieces += self._try_again(error)
+        chosen = self._choose()
+        if self.anywhere(bool(chosen)):
+            if chosen:
+                num_running = len(self._rows)
+                pieces += self._take(self._encode(chosen), num_running)
+            else:
+                self._prefill([[self._pad]], [0])
+        if self.anywhere(bool(self._rows)):
+            if self._rows:
+                pieces += self._take(self._decode(), 0)
+            else:
+                self._decode_padding()
         return pieces
 
-    def _try_again(self, error: Exception) -> list[Piece]:
-        """Queues the requests of a failed step in two halves; one alone has failed itself."""
-        rows = self._rows
+    def abort(self, error: Exception) -> list[Piece]:
+        """Removes all running requests, and returns answers that say with which error they failed."""
+        message = f"The model failed: {type(error).__name__}: {error}"
+        numbers = [row.number for row in self._rows]
         self._clear()
-        if len(rows) == 1:
-            message = f"The model failed on it: {type(error).__name__}: {error}"
-            return [Piece(rows[0].number, -1, "", Answer(rows[0].number, error=message))]
-        self._num_trials += 2
-        for index, row in enumerate(rows):
-            trial = self._num_trials + 2 * index // len(rows)
-            again = row.request._replace(num_sent=row.num_sent, trial=trial)
-            self.waiting.insert(index, again)
-        return []
+        return [Piece(number, -1, "", Answer(number, error=message)) for number in numbers]
 
     def _clear(self) -> None:
         """Removes all rows."""
@@ -310,33 +288,30 @@ class Engine:
         """Removes from the queue the requests that start now, and returns them."""
         free = self.max_batch - len(self._rows)
         enough = free >= max(1, self.max_batch // _REFILL) and self._mixes_ages
-        trial = self.waiting[0].trial if self.waiting else 0
-        is_apart = trial > 0 or any(row.request.trial for row in self._rows)
-        if not self.waiting or (self._rows and (is_apart or not enough)):
+        if not self.waiting or (self._rows and not enough):
             return []
 
-        candidates = [request for request in self.waiting if request.trial == trial]
-        chosen = self._in_turn(candidates)[:free]
+        chosen = self._in_turn()[:free]
         numbers = {request.number for request in chosen}
         self.waiting = [request for request in self.waiting if request.number not in numbers]
         return chosen
 
-    def _in_turn(self, candidates: list[_Request]) -> list[_Request]:
-        """Returns requests in the order in which they start.
+    def _in_turn(self) -> list[_Request]:
+        """Returns the waiting requests in the order in which they start.
 
         Clients take turns, and a running request counts as a turn. The oldest of those whose turn
         it is comes first, so that none waits forever, and then those closest to it in length.
         """
         oldest_of: dict[int, _Request] = {}
-        for request in candidates:
+        for request in self.waiting:
             oldest_of.setdefault(request.client, request)
         turns = Counter(row.request.client for row in self._rows)
         turn_of: dict[int, int] = {}
-        for request in sorted(candidates, key=lambda each: _gap(each, oldest_of[each.client])):
+        for request in sorted(self.waiting, key=lambda each: _gap(each, oldest_of[each.client])):
             turn_of[request.number] = turns[request.client]
             turns[request.client] += 1
-        oldest = min(candidates, key=lambda each: turn_of[each.number])
-        return sorted(candidates, key=lambda each: (turn_of[each.number], _gap(each, oldest)))
+        oldest = min(self.waiting, key=lambda each: turn_of[each.number])
+        return sorted(self.waiting, key=lambda each: (turn_of[each.number], _gap(each, oldest)))
 
     def _encode(self, requests: list[_Request]) -> Tensor:
         """Adds rows for requests, and returns the logits of their first tokens <float>[R, V]."""
@@ -445,10 +420,7 @@ class Engine:
                 ended.append(first + index)
                 answer = Answer(row.number, row.text, row.tokens, row.log_probs, finish)
             text = row.read_new(ended=finish is not None) if row.request.stream else ""
-            if len(row.tokens) > row.num_sent or answer is not None:
-                pieces.append(Piece(row.number, token, text, answer, log_prob, likeliest[index]))
-        for row in rows:
-            row.num_sent = max(row.num_sent, len(row.tokens))
+            pieces.append(Piece(row.number, token, text, answer, log_prob, likeliest[index]))
         self._leave(ended)
         return pieces
 

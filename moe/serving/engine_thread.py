@@ -4,57 +4,24 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+
+import torch
 
 from moe.errors import MoEError
-from moe.serving.engine import Engine, Piece
+from moe.serving.engine import Answer, Engine, Piece
 from moe.serving.sampling import Sampling
+
+_log = logging.getLogger("uvicorn.error")
+
+Pieces = asyncio.Queue[tuple[int, Piece]]
+"""Pieces of the answers to some requests, with the index of the request, as they are generated."""
 
 
 class BusyError(MoEError):
     """The engine takes no more requests."""
-
-
-class FailedError(RuntimeError):
-    """The model failed on a request."""
-
-
-class Submission(NamedTuple):
-    """A request to the engine; the arguments of `Engine.submit`."""
-
-    tokens: Sequence[int]
-    sampling: Sampling
-    stream: bool
-    num_likeliest: int = 0
-
-
-class Pieces:
-    """Pieces of the answers to some requests, in the order in which they are generated."""
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        self._arrived: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
-
-    async def next(self) -> tuple[int, Piece]:
-        """Returns the number of a request, from 0, and the next piece of an answer.
-
-        Raises:
-            FailedError: When the model failed on one of them.
-        """
-        piece = await self._arrived.get()
-        if isinstance(piece, BaseException):
-            raise FailedError("The model failed.") from piece
-        if piece.answer is not None and piece.answer.error is not None:
-            raise FailedError(piece.answer.error)
-        return piece.number - self.first, piece
-
-    def put(self, piece: Piece | BaseException) -> None:
-        """Adds a piece, or why there are no more."""
-        self._arrived.put_nowait(piece)
 
 
 class EngineThread:
@@ -66,62 +33,61 @@ class EngineThread:
         Args:
             engine: Engine that answers the requests.
             max_open: Most open requests.
-            timeout: Seconds after which a step counts as stuck.
+            timeout: Seconds for the last step, after which `stop` waits no longer.
         """
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._max_open = max_open
         self._timeout = timeout
-        self._failure: BaseException | None = None
-        self._busy_since: float | None = None
         self._next_number = 0
-        self._pieces: dict[int, Pieces] = {}
+        self._readers: dict[int, tuple[int, Pieces]] = {}
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.problem: str | None = None  # why the engine takes no requests
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def num_open(self) -> int:
         """Requests that wait, run, or whose answers are being read."""
-        return len(self._pieces)
-
-    @property
-    def problem(self) -> str | None:
-        """Why the engine takes no requests; None if it does."""
-        if self._failure is not None:
-            return f"The engine has failed: {self._failure!r}. Start the server again."
-        since = self._busy_since
-        if since is not None and time.monotonic() - since > self._timeout:
-            return f"The engine has computed one step for more than {self._timeout:g} seconds."
-        return None
+        return len(self._readers)
 
     @contextmanager
-    def answering(self, submissions: Sequence[Submission]) -> Iterator[Pieces]:
+    def answering(
+        self,
+        requests: Sequence[tuple[Sequence[int], Sampling]],
+        *,
+        stream: bool,
+        num_likeliest: int,
+    ) -> Iterator[Pieces]:
         """Yields the pieces of answers; requests that did not end in the block are cancelled.
+
+        Args:
+            requests: Encoder tokens and settings of each.
+            stream: See `Engine.submit`.
+            num_likeliest: See `Engine.submit`.
 
         Raises:
             BusyError: When too many requests are open, or the engine failed.
         """
         if self.problem is not None:
             raise BusyError(self.problem)
-        if self.num_open + len(submissions) > self._max_open:
+        if self.num_open + len(requests) > self._max_open:
             raise BusyError(
                 f"{self.num_open} requests are open, of {self._max_open}. Try again later."
             )
-        pieces = Pieces(self._next_number)
-        numbered = dict(enumerate(submissions, start=self._next_number))
-        self._next_number += len(submissions)
-        self._pieces |= dict.fromkeys(numbered, pieces)
-
-        for number, submission in numbered.items():
-            options = submission._asdict()
-            submit = partial(self._engine.submit, number, client=pieces.first, **options)
-            self._work.put(submit)
+        pieces: Pieces = asyncio.Queue()
+        client = self._next_number
+        numbers = range(client, client + len(requests))
+        self._next_number += len(requests)
+        options = {"client": client, "stream": stream, "num_likeliest": num_likeliest}
+        for number, (tokens, sampling) in zip(numbers, requests, strict=True):
+            self._readers[number] = number - client, pieces
+            self._work.put(partial(self._engine.submit, number, tokens, sampling, **options))
         try:
             yield pieces
         finally:
-            for number in numbered:
-                del self._pieces[number]
+            for number in numbers:
+                del self._readers[number]
                 self._work.put(partial(self._engine.cancel, number))
 
     def stop(self) -> None:
@@ -130,35 +96,39 @@ class EngineThread:
         self._thread.join(self._timeout)
 
     def _run(self) -> None:
-        """Works until it is stopped, or the engine fails."""
+        """Does what was asked for, then a step, until it is stopped or the engine fails."""
         try:
-            self._work_until_stopped()
-        except BaseException as error:
-            logging.getLogger("uvicorn.error").critical("The engine failed.", exc_info=error)
-            self._failure = error
-            self._loop.call_soon_threadsafe(self._fail, error)
-
-    def _work_until_stopped(self) -> None:
-        """Does what was asked for, then a step, again and again."""
-        while True:
-            while self._engine.is_idle or not self._work.empty():
-                self._busy_since = None
-                work = self._work.get()
-                self._busy_since = time.monotonic()
-                if work is None:
+            while True:
+                while self._engine.is_idle or not self._work.empty():
+                    work = self._work.get()
+                    if work is None:
+                        return
+                    work()
+                pieces = self._step()
+                if self._loop.is_closed():  # the step was stuck when the server ended
                     return
-                work()
-            self._busy_since = time.monotonic()
-            pieces = self._engine.step()
-            if self._loop.is_closed():  # the step was stuck when the server ended
-                return
-            self._loop.call_soon_threadsafe(self._deliver, pieces)
+                self._loop.call_soon_threadsafe(self._deliver, pieces)
+        except BaseException as error:
+            _log.critical("The engine failed.", exc_info=error)
+            self.problem = f"The engine has failed: {error!r}. Start the server again."
+            self._loop.call_soon_threadsafe(self._fail, self.problem)
+
+    def _step(self) -> list[Piece]:
+        """Returns the pieces of a step; when it fails, errors for the requests that run."""
+        try:
+            return self._engine.step()
+        except torch.AcceleratorError:  # the device computes nothing any more
+            raise
+        except Exception as error:
+            _log.exception("The model failed.")
+            return self._engine.abort(error)
 
     def _deliver(self, pieces: list[Piece]) -> None:
         for piece in pieces:
-            if piece.number in self._pieces:
-                self._pieces[piece.number].put(piece)
+            if piece.number in self._readers:
+                index, reader = self._readers[piece.number]
+                reader.put_nowait((index, piece))
 
-    def _fail(self, error: BaseException) -> None:
-        for pieces in set(self._pieces.values()):
-            pieces.put(error)
+    def _fail(self, message: str) -> None:
+        answers = [Answer(number, error=message) for number in self._readers]
+        self._deliver([Piece(answer.number, -1, "", answer) for answer in answers])

@@ -5,7 +5,6 @@ Starlette routes the requests, uvicorn speaks HTTP, and engine_thread.py compute
 
 import asyncio
 import json
-import logging
 import math
 import signal
 import socket
@@ -15,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from h11 import SEND_BODY
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,10 +30,8 @@ from moe.parsing import parse_json
 from moe.serving.batch_generator import BatchGenerator, encode_items
 from moe.serving.completions import Completion, Envelope, Prompt, parse_completion
 from moe.serving.engine import Piece
-from moe.serving.engine_thread import BusyError, EngineThread, FailedError, Pieces, Submission
+from moe.serving.engine_thread import BusyError, EngineThread, Pieces
 from moe.serving.sampling import sampling_of
-
-_log = logging.getLogger("uvicorn.error")
 
 _MOST_BYTES = 4 << 20
 """Longest body of a request."""
@@ -71,7 +67,6 @@ class CompletionServer:
         self._tokenizer = generator.tokenizer
         self._vocab_size = generator.engine.model.get_input_embeddings().weight.shape[0]
         self._name = name
-        self._description = {"id": name, "object": "model", "created": 0, "owned_by": "stmoe"}
         self._max_open = max_open
         self._timeout = timeout
         self._hosts = hosts
@@ -79,12 +74,12 @@ class CompletionServer:
 
     def app(self) -> ASGIApp:
         """Returns the ASGI application."""
-        models = {"object": "list", "data": [self._description]}
+        description = {"id": self._name, "object": "model", "created": 0, "owned_by": "stmoe"}
+        models = {"object": "list", "data": [description]}
         return Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", JSONResponse(models), methods=["GET"]),
-                Route("/v1/models/{name}", self._one_model),
                 Route("/v1/completions", self._complete, methods=["POST"]),
             ],
             exception_handlers={
@@ -126,34 +121,29 @@ class CompletionServer:
         problem = self._thread.problem
         return JSONResponse({**state, "problem": problem}, 200 if problem is None else 503)
 
-    async def _one_model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._description)
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._name):
-            raise HTTPException(404, f"model is {shown(name)}; expected {self._name!r}.")
-
     async def _complete(self, request: Request) -> ASGIApp:
         body = await self._read(request)
         completion = parse_completion(body, self._generator.sampling, self._max_open)
-        self._check_model(completion.model)
+        if completion.model not in (None, self._name):
+            raise HTTPException(
+                404, f"model is {shown(completion.model)}; expected {self._name!r}."
+            )
         prompts = await self._finish(self._tokenize(completion.prompts), request.receive)
         of_choices = [tokens for tokens in prompts for _ in range(completion.num_choices)]
-        options = completion.stream, completion.num_likeliest
-        submissions = [
-            Submission(tokens, sampling_of(completion.sampling, choice), *options)
+        requests = [
+            (tokens, sampling_of(completion.sampling, choice))
             for choice, tokens in enumerate(of_choices)
         ]
+        options = {"stream": completion.stream, "num_likeliest": completion.num_likeliest}
         envelope = Envelope(completion, self._name, self._tokenizer, sum(map(len, prompts)))
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-            with self._thread.answering(submissions) as pieces:
+            with self._thread.answering(requests, **options) as pieces:
                 if completion.stream:
-                    events = self._events(completion, envelope, len(submissions), pieces)
+                    events = self._events(completion, envelope, len(requests), pieces)
                     response: Response = StreamingResponse(events, media_type="text/event-stream")
                 else:
-                    whole = self._whole(envelope, len(submissions), pieces)
+                    whole = self._whole(envelope, len(requests), pieces)
                     response = JSONResponse(await self._finish(whole, receive))
                 await response(scope, receive, send)
 
@@ -214,9 +204,11 @@ class CompletionServer:
         while num_ended < number:
             try:
                 async with asyncio.timeout_at(deadline):
-                    index, piece = await pieces.next()
+                    index, piece = await pieces.get()
             except TimeoutError as error:
                 raise HTTPException(504, _LATE) from error
+            if piece.answer is not None and piece.answer.error is not None:
+                raise HTTPException(500, _FAILED)
             num_ended += piece.answer is not None
             yield index, piece
 
@@ -262,10 +254,6 @@ class CompletionServer:
         except HTTPException as error:
             yield _event(_error_body(error.status_code, error.detail))
             return
-        except FailedError:
-            _log.exception("A stream failed.")
-            yield _event(_error_body(500, _FAILED))
-            return
         if completion.include_usage:
             yield _event(envelope.wrap([], num_tokens))
         yield "data: [DONE]\n\n"
@@ -304,7 +292,6 @@ class _TimedProtocol(H11Protocol):
 
     timeout: float
     _deadline: asyncio.TimerHandle | None = None
-    _num_ignored = 0  # bytes of a body that arrived after its answer
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -313,10 +300,6 @@ class _TimedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
-        if self._deadline is not None and self.conn.their_state is SEND_BODY:
-            self._num_ignored += len(data)
-            if self._num_ignored > 4 * _MOST_BYTES:
-                self.transport.abort()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -343,7 +326,6 @@ class _TimedProtocol(H11Protocol):
             self._deadline = self.loop.call_later(self.timeout, self.transport.abort)
 
     def _stop_clock(self) -> None:
-        self._num_ignored = 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
