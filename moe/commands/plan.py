@@ -27,17 +27,6 @@ from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand
 from moe.training.recipe import PretrainRecipe
 
-_FAILURE_COSTS = {
-    "restart": ("10min", "with --mtbf: time from a failure until the lost ranks are back"),
-    "saves": ("30min", "with --mtbf: time from one checkpoint to the next"),
-    "stall": (
-        "10s",
-        "with --mtbf: time from the loss of a replica group until the others continue",
-    ),
-    "heal": ("30s", "with --mtbf: time for which the others wait for a group that comes back"),
-}
-"""Default and meaning of the times around a failure."""
-
 
 def add_preset(argv: list[str]) -> list[str]:
     """Returns the settings of `--preset` followed by the arguments, so that arguments win."""
@@ -88,29 +77,27 @@ def plan_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = build_plan_command("Computes the needs of a run on a mesh.", "stmoe plan")
     command.add_argument(
-        "--mtbf", type=str, help="mean time between failures of all ranks, e.g. 3h: shows goodput"
+        "--mtbf",
+        type=str,
+        help="mean time between failures of all ranks, e.g. 3h: shows the goodput with restarts of "
+        "10 minutes and a checkpoint every 30",
     )
-    for name, (default, meaning) in _FAILURE_COSTS.items():
-        command.add_argument(f"--{name}", type=str, help=f"{meaning} ({default})")
     return command
 
 
 def main(argv: list[str]) -> None:
     """Reads the recipe and prints its plan, or ranks meshes."""
     recipe, arguments = plan_command().parse(add_preset(argv))
-    costs = read_failure_costs(arguments)
+    mtbf = None if arguments.mtbf is None else parse_duration("--mtbf", arguments.mtbf)
     if arguments.suggest is not None:
-        if costs is not None:
-            raise ConfigError(
-                "--mtbf applies to one mesh, but --suggest ranks all meshes. Remove one of them."
-            )
         plans, memory = suggest_meshes(recipe, arguments)
         print(show_suggestions(plans, memory))
         return
 
     plan, memory = plan_mesh(recipe, arguments)
     print(show_plan(plan, arguments.preset or "the recipe's model", memory))
-    if costs is not None:
+    if mtbf is not None:
+        costs = FailureCosts(mtbf)
         ways = survivals(recipe.mesh, costs)
         print(f"\n{show_survivals(recipe.mesh, costs, ways)}")
 
@@ -141,28 +128,3 @@ def suggest_meshes(recipe: PretrainRecipe, arguments: argparse.Namespace) -> tup
     memory = parse_bytes(arguments.memory)
     config = recipe.build_config()
     return suggest(config, read_workload(recipe), arguments.suggest, memory), memory
-
-
-def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
-    """Returns the duration of failures; None without `--mtbf`.
-
-    Raises:
-        ConfigError: If a time cannot be read, or is given without `--mtbf`.
-    """
-    seconds: dict[str, float] = {}
-    for name, (default, _) in _FAILURE_COSTS.items():
-        text = getattr(arguments, name)
-        if text is not None and arguments.mtbf is None:
-            raise ConfigError(
-                f"--{name} applies to failures. Give the mean time between failures: --mtbf 3h."
-            )
-        seconds[name] = parse_duration(f"--{name}", default if text is None else text)
-    if arguments.mtbf is None:
-        return None
-    return FailureCosts(
-        mtbf=parse_duration("--mtbf", arguments.mtbf),
-        restart=seconds["restart"],
-        checkpoint=seconds["saves"],
-        stall=seconds["stall"],
-        heal=seconds["heal"],
-    )

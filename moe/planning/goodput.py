@@ -29,10 +29,10 @@ class FailureCosts(NamedTuple):
     """
 
     mtbf: float
-    restart: float
-    checkpoint: float
-    stall: float
-    heal: float
+    restart: float = 10 * _MINUTE
+    checkpoint: float = 30 * _MINUTE
+    stall: float = 10
+    heal: float = 30
 
 
 class Survival(NamedTuple):

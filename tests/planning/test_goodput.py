@@ -59,17 +59,5 @@ def test_the_planner_compares_the_ways(capsys):
 
     plan.main(arguments)
     assert "Replica groups need mesh.dp_replicate above 1." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--heal", "3s"], "--heal applies to failures"),
-        (["--mtbf", "soon"], "--mtbf is 'soon'"),
-        (["--mtbf", "3h", "--saves", ""], "--saves is ''; expected a time above 0"),
-        (["--mtbf", "3h", "--suggest", "8", "--memory", "80GiB"], "--mtbf applies to one mesh"),
-    ],
-)
-def test_wrong_questions_about_failures_are_answered(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        plan.main(["--preset", "st-moe-base", *arguments])
+    with pytest.raises(ConfigError, match="--mtbf is 'soon'"):
+        plan.main([*arguments[:-1], "soon"])
