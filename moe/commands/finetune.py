@@ -356,20 +356,6 @@ def with_recipe_for_pairs(argv: list[str]) -> list[str]:
     return argv
 
 
-def check_seeds_alone(mesh: MeshConfig, seeds: list[int] | None) -> None:
-    """Raises for several seeds with replica groups that may be lost.
-
-    The runs follow each other, and a group that rejoins could be in a different run than the
-    others.
-    """
-    if seeds is not None and mesh.on_lost_replica is not None:
-        raise ConfigError(
-            f"--seeds {' '.join(map(str, seeds))} cannot be combined with mesh.on_lost_replica="
-            f"{mesh.on_lost_replica}: a replica group that rejoins would not know which run the "
-            "others are in. Start each seed by itself with --seed."
-        )
-
-
 def main(argv: list[str], *, process_start: float | None = None) -> None:
     """Reads the recipe, fine-tunes, and prints where the models are and their scores.
 
@@ -393,7 +379,6 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         check_kind(out, "training run" if arguments.seeds is None else JOB)
         runs = seed_runs(recipe, arguments.seeds, out)
         find_replica_groups(recipe.mesh, world)
-        check_seeds_alone(recipe.mesh, arguments.seeds)
 
         def check_folders() -> None:
             for _, folder in runs:
