@@ -19,6 +19,7 @@ import os
 import shlex
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +33,10 @@ from moe.cli import CONTINUES, RESUME, Parser, path, run_main
 from moe.commands.names import NAMES, SEEN
 from moe.data.names import LANGUAGES_FILE, NEW, english_name
 from moe.data.pair_files import hold_out, read_pairs
-from moe.errors import DataError
-from moe.files import claim_folder, output_path, whole_folder
-from moe.parsing import read_text
-from moe.training.job_folder import keep_settings
+from moe.errors import ConfigError, DataError
+from moe.files import claim_folder, output_path, whole_folder, write_text
+from moe.json_lines import check_settings
+from moe.parsing import read_record, read_text
 from scripts.demo_summary import summarize
 from stmoe_eval.studies.processes import check_exit, start_command
 
@@ -144,14 +145,29 @@ def main(argv: list[str]) -> None:
     out = output_path(options.out, inputs=data)
     in_use = f"Another process works in {out}. Wait for it, or choose another --out."
     with claim_folder(out, "job", in_use=in_use):
-        settings = {"data": " ".join(map(str, data)), "quick": str(options.quick)}
-        has_begun = (out / "tokenizer").exists()
-        keep_settings(out, settings, resume=options.resume, has_begun=has_begun)
+        _keep_settings(out, data, options)
         if data and not _holds_pairs(data[0]):
             run_text(out, data, *(_QUICK_TEXT if options.quick else _TEXT).split())
             return
         lines = run_pairs(out, QUICK if options.quick else Sizes(), data)
     print("\n== Summary", *([QUICK_NOTE] if options.quick else []), *lines, sep="\n   ")
+
+
+def _keep_settings(out: Path, data: Sequence[Path], options: Namespace) -> None:
+    """Writes the settings of a new demo, or checks that one that has begun goes on with the same.
+
+    Raises:
+        ConfigError: When the demo in the folder has other settings, or is not resumed.
+    """
+    file = out / "settings.json"
+    settings = {"data": " ".join(map(str, data)), "quick": str(options.quick)}
+
+    # Before the first stage is finished, earlier settings may have caused its failure.
+    if (out / "tokenizer").exists() and file.exists():
+        if not options.resume:
+            raise ConfigError(f"{out} holds a run already. Give --resume, or another --out.")
+        check_settings(file, read_record(file, dict[str, str]), settings)
+    write_text(file, json.dumps(settings))
 
 
 def _holds_pairs(file: Path) -> bool:

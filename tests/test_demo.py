@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from moe import STMoEForConditionalGeneration
 from moe.commands.finetune import finetune_command
 from moe.data.pair_files import read_pairs
-from moe.errors import DataError
+from moe.errors import ConfigError, DataError
 from scripts import demo
 from stmoe_eval.studies.processes import StudyError
 from tests.training.tiny_run import write_inputs
@@ -79,11 +79,16 @@ def test_own_text_is_pretrained_on(tmp_path):
 
 def test_a_job_is_continued_with_its_settings_alone(tmp_path):
     (tmp_path / "demo/tokenizer").mkdir(parents=True)
-    (tmp_path / "demo/settings.json").write_text('{"data": "", "quick": "True"}')
-    with pytest.raises(DataError, match=r"holds a run already\. Give --resume"):
+    settings = tmp_path / "demo/settings.json"
+    settings.write_text('{"data": "", "quick": "True"}')
+    with pytest.raises(ConfigError, match=r"holds a run already\. Give --resume"):
         demo.main(["--out", str(tmp_path / "demo"), "--quick"])
-    with pytest.raises(DataError, match="quick is 'False', was 'True'"):
+    with pytest.raises(ConfigError, match="quick 'True', not 'False'"):
         demo.main(["--out", str(tmp_path / "demo"), "--resume"])
+    settings.write_text('{"quick": 3}')
+    with pytest.raises(DataError, match=r"settings\.json"):
+        demo.main(["--out", str(tmp_path / "demo"), "--resume"])
+    assert settings.read_text() == '{"quick": 3}'
     with pytest.raises(DataError, match="does not exist"):
         demo.main(["--out", str(tmp_path / "demo"), "--data", str(tmp_path / "nothing.txt")])
 

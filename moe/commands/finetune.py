@@ -46,12 +46,11 @@ from moe.training.finetuning import (
     remember_sentinels,
 )
 from moe.training.heldout_loss import HeldOut
-from moe.training.job_folder import JOB, claim_job
 from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
 from moe.training.pair_scores import check_dev_pairs, dev_scorer, scorers_for
 from moe.training.recipe import FinetuneRecipe
 from moe.training.reporter import warn_on_rank_zero
-from moe.training.seeds import seed_runs, write_summary
+from moe.training.seeds import JOB, claim_job, seed_runs, write_summary
 
 PAIRS_RECIPE = "finetune_pairs"
 """Recipe for `--train` without `--config`."""

@@ -12,10 +12,13 @@ from typing import Any, TypeVar
 
 from moe.checkpoint.best_model import BEST_FOLDER, DevScores, best_and_last
 from moe.errors import ConfigError
-from moe.files import write_text
+from moe.files import claim_folder, write_text
 from moe.training.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)
+
+JOB = "job"
+"""Kind of a folder of several runs."""
 
 NOTE = (
     "The paper reports the peak: the best of all evaluations. It is chosen on the dev split that it is reported on, "
@@ -38,6 +41,17 @@ def seed_runs(recipe: R, seeds: Sequence[int] | None, out: Path) -> list[tuple[R
     return [(dataclasses.replace(recipe, seed=seed), out / f"seed-{seed}") for seed in seeds]
 
 
+def claim_job(folder: Path) -> None:
+    """Makes and marks the folder of several runs, each of which has its own folder.
+
+    Raises:
+        DataError: When the folder holds something else.
+    """
+    in_use = f"Another job begins in {folder}. Wait for it, or choose another --out."
+    with claim_folder(folder, JOB, in_use=in_use):
+        pass
+
+
 def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
     """Writes the scores of finished runs to summary.json and summary.md, and returns the latter.
 
@@ -45,21 +59,33 @@ def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
         out: Folder of both files.
         runs: Recipe and folder of each run.
     """
-    scores = [best_and_last(folder) for _, folder in runs]
-    entries = []
-    for (recipe, folder), (best, last) in zip(runs, scores, strict=True):
+    scores = {folder: best_and_last(folder) for _, folder in runs}
+    entries: list[dict[str, Any]] = []
+    for recipe, folder in runs:
+        best, last = scores[folder]
         models = {"best": str(folder / BEST_FOLDER / "model"), "last": str(folder / "model")}
         entries.append(
             {"seed": recipe.seed, "best": best.to_json(), "last": last.to_json(), "models": models}
         )
+    best_spreads = _spread_by_name([best for best, _ in scores.values()])
+    last_spreads = _spread_by_name([last for _, last in scores.values()])
+    content = {"note": NOTE, "runs": entries, "best": best_spreads, "last": last_spreads}
 
-    content = {
-        "note": NOTE,
-        "runs": entries,
-        "best": _spread_by_name([best for best, _ in scores]),
-        "last": _spread_by_name([last for _, last in scores]),
-    }
-    text = _markdown(content)
+    # Scores of all runs together, then each run by itself.
+    seeds = ", ".join(str(entry["seed"]) for entry in entries)
+    lines = [f"Dev scores, mean ± standard deviation over seeds {seeds}.", "", NOTE, ""]
+    lines += ["| score | best model | last model |", "|---|---|---|"]
+    for name, best_spread in best_spreads.items():
+        lines.append(f"| {name} | {_cell(best_spread)} | {_cell(last_spreads[name])} |")
+    lines += ["", "| seed | best, step | mean | last, step | mean | models |", "|---" * 6 + "|"]
+    for entry in entries:
+        cells = [entry["seed"]]
+        for model in ("best", "last"):
+            cells += [entry[model]["step"], f"{entry[model]['mean']:.2f}"]
+        cells.append(f"{entry['models']['best']}, {entry['models']['last']}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+
+    text = "\n".join(lines) + "\n"
     write_text(out / "summary.json", json.dumps(content, indent=1) + "\n")
     write_text(out / "summary.md", text)
     return text
@@ -75,33 +101,7 @@ def _spread_by_name(runs: Sequence[DevScores]) -> dict[str, dict[str, float | No
     return spreads
 
 
-def _markdown(content: dict[str, Any]) -> str:
-    """Returns the summary as Markdown: a table of scores, and one of runs."""
-    runs = content["runs"]
-    seeds = f"seed {runs[0]['seed']}"
-    if len(runs) > 1:
-        numbers = ", ".join(str(run["seed"]) for run in runs)
-        seeds = f"mean and standard deviation over seeds {numbers}"
-
-    # Scores of all runs together.
-    lines = [f"Dev scores, {seeds}.", "", NOTE, ""]
-    lines += ["| score | best model | last model |", "|---|---|---|"]
-    for name in content["best"]:
-        best, last = (_spread_cell(content[model][name]) for model in ("best", "last"))
-        lines.append(f"| {name} | {best} | {last} |")
-
-    # Each run by itself.
-    lines += ["", "| seed | best, step | mean | last, step | mean | models |", "|---" * 6 + "|"]
-    for run in runs:
-        cells = [str(run["seed"])]
-        for model in ("best", "last"):
-            cells += [str(run[model]["step"]), f"{run[model]['mean']:.2f}"]
-        cells.append(f"{run['models']['best']}, {run['models']['last']}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _spread_cell(spread: dict[str, float | None]) -> str:
+def _cell(spread: dict[str, float | None]) -> str:
     """Returns a mean, with its standard deviation where there is one, as text."""
     deviation = "" if spread["stdev"] is None else f" ± {spread['stdev']:.2f}"
     return f"{spread['mean']:.2f}{deviation}"

@@ -18,7 +18,6 @@ from moe.data.tokenizer import SpecialIds
 from moe.kernels.product_choice import fixed_choice
 from moe.parsing import read_json_lines
 from moe.training.heldout_loss import HeldOut, evaluate_held_out
-from moe.training.job_folder import keep_settings
 from moe.training.metrics import MetricsWriter, last_value
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_checkpoints import (
@@ -253,30 +252,6 @@ def test_metrics_that_are_something_else_are_one_message_and_stay(tmp_path):
         with pytest.raises(DataError, match=rf"metrics\.jsonl.*{message}"):
             MetricsWriter(tmp_path, 2)
         assert path.read_bytes() == content
-
-
-def test_damaged_settings_of_a_job_are_one_message(tmp_path):
-    keep_settings(tmp_path, {"out": "x"}, resume=False, has_begun=False)
-    content = b'{"out": 3}'
-    (tmp_path / "settings.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"settings\.json"):
-        keep_settings(tmp_path, {"out": "x"}, resume=True, has_begun=True)
-    assert (tmp_path / "settings.json").read_bytes() == content
-
-
-def test_a_job_with_other_settings_is_refused(tmp_path):
-    keep_settings(tmp_path, {"out": "x"}, resume=False, has_begun=False)
-    keep_settings(tmp_path, {"out": "x"}, resume=True, has_begun=True)
-    with pytest.raises(DataError, match="out is 'y', was 'x'"):
-        keep_settings(tmp_path, {"out": "y"}, resume=True, has_begun=True)
-    with pytest.raises(DataError, match="holds a run already"):
-        keep_settings(tmp_path, {"out": "x"}, resume=False, has_begun=True)
-
-
-def test_a_job_whose_first_stage_failed_takes_other_settings(tmp_path):
-    keep_settings(tmp_path, {"data": "too-short.txt"}, resume=False, has_begun=False)
-    keep_settings(tmp_path, {"data": "longer.txt"}, resume=False, has_begun=False)
-    keep_settings(tmp_path, {"data": "longer.txt"}, resume=True, has_begun=True)
 
 
 def test_a_run_whose_metrics_were_removed_goes_on(tmp_path):

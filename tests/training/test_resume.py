@@ -20,7 +20,7 @@ from moe.checkpoint.integrity import checkpoint_folders, visible_damage
 from moe.checkpoint.run_state import load_state
 from moe.commands import pretrain
 from moe.kernels.product_choice import CHOICE_VARIABLE, fixed_choice
-from moe.training.job_folder import claim_job
+from moe.training.seeds import claim_job
 from moe.training.timeline import measure_goodput, read_timeline
 from scripts import demo
 from tests.processes import Command, run_command

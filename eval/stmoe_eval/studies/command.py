@@ -2,7 +2,7 @@
 
 from moe.cli import Parser, integer, path
 from moe.files import claim_folder, output_path, write_text
-from moe.training.job_folder import JOB
+from moe.training.seeds import JOB
 from stmoe_eval.studies.processes import run_all
 from stmoe_eval.studies.results import contrast_results, read_numbers, study_markdown
 from stmoe_eval.studies.study import read_study, study_runs
