@@ -189,8 +189,7 @@ def run_text(out: Path, data: Sequence[Path], *settings: str) -> None:
     run("Pre-train", "pretrain", *inputs, *settings, *folder)
 
     model = ["--model", out / "pretrain/model", "--corpus", corpus]
-    metrics = ["--metrics", f"pretrain={out / 'pretrain/metrics.jsonl'}"]
-    run("Explain", "inspect", "report", *model, *metrics, "--out", out / "report.html")
+    run("Explain", "inspect", "report", *model, "--out", out / "report.html")
 
 
 def run_pairs(out: Path, sizes: Sizes, data: Sequence[Path] = ()) -> list[str]:
@@ -242,13 +241,8 @@ def run_pairs(out: Path, sizes: Sizes, data: Sequence[Path] = ()) -> list[str]:
     test = ["--pairs", names / "test.jsonl", "--by-prefix", "--examples", str(sizes.limit)]
     traced = ["--model", model, *test]
     run("Record", "inspect", "record", *traced, "--out", out / "trace")
-    titles = {"Seen in training, recalled": "seen", "Never seen": "unseen"}
-    titles |= {f"{language} from 250 names": f"new-{code}/eval" for code, language in new.items()}
-    evaluations = [f"{title}={out / folder}" for title, folder in titles.items()]
-    metrics = [f"{name}={out / name / 'metrics.jsonl'}" for name in ("sparse", "dense")]
-    shown = ["--evaluation", *evaluations, "--metrics", *metrics]
     report = out / "report.html"
-    run("Explain", "inspect", "report", *traced, *shown, "--out", report)
+    run("Explain", "inspect", "report", *traced, "--out", report)
     return [*summarize(out, new), f"Report: {report.resolve().as_uri()}"]
 
 

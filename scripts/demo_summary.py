@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe.inspection.formatting import format_interval, format_score
-from moe.inspection.page.evaluation_panel import Report, read_evaluation
 from moe.inspection.page.report_text import domain_sentences, tables_by_domain
 from moe.tracing.trace_file import read_trace
 from stmoe_eval.commands.compare import compare_runs
+from stmoe_eval.reports.records import TaskResult
+from stmoe_eval.reports.run_folder import read_answers, read_report
+from stmoe_eval.task import Example
 
 _SYSTEMS = {
     "sparse": "32 experts",
@@ -25,8 +27,9 @@ def summarize(out: Path, new: Mapping[str, str]) -> list[str]:
         out: Folder of a demo whose steps are finished.
         new: Names of the new languages by code.
     """
-    (seen,) = read_evaluation(out / "seen")["tasks"]
-    (unseen,) = read_evaluation(out / "unseen")["tasks"]
+    report = read_report(out / "unseen")
+    (seen,) = read_report(out / "seen").tasks
+    (unseen,) = report.tasks
     lines = [f"Names seen in training, recalled: {_scores(seen)}."]
     lines.append(f"Names never seen in that language: {_scores(unseen)}.")
     if not new:
@@ -38,20 +41,24 @@ def summarize(out: Path, new: Mapping[str, str]) -> list[str]:
     if len(trace.facts.domains) > 1:
         lines += domain_sentences(tables_by_domain(trace)[0])[-2:]
 
-    # A right answer that is no copy, if there is one.
-    answers = sorted(unseen["answers"], key=_is_interesting, reverse=True)
-    asked, answered, _ = answers[0]
-    return [*lines, f'Try: stmoe generate --model {out / "model"} "{asked}"  ({answered})']
+    # Of twelve answers one that is right and no copy, if there is one.
+    system = unseen.systems[0]
+    examples, answers = read_answers(out / "unseen", report, unseen, system.name, system.mode)
+    number = min(12, len(examples))
+    evenly = [(2 * index + 1) * len(examples) // (2 * number) for index in range(number)]
+    pairs = [(examples[row], answers[row]) for row in evenly]
+    example, answer = max(pairs, key=lambda pair: _is_interesting(*pair))
+    return [*lines, f'Try: stmoe generate --model {out / "model"} "{example.inputs}"  ({answer})']
 
 
-def _scores(task: Report) -> str:
+def _scores(task: TaskResult) -> str:
     """Returns the first score of each system in %, with intervals of the models."""
     texts = []
-    for system in task["systems"]:
-        score = system["scores"][0]
-        text = f"{_SYSTEMS.get(system['name'], system['name'])} {format_score(score['value'])}"
-        if system["mode"] != "baseline":
-            text += f" % ({format_interval(score['low'], score['high'])})"
+    for system in task.systems:
+        score = system.scores[0]
+        text = f"{_SYSTEMS.get(system.name, system.name)} {format_score(score.value)}"
+        if system.mode != "baseline":
+            text += f" % ({format_interval(score.low, score.high)})"
         texts.append(text)
     return ", ".join(texts)
 
@@ -68,6 +75,6 @@ def _new_language(folder: Path, language: str) -> str:
     )
 
 
-def _is_interesting(answer: tuple[str, str, str]) -> tuple[bool, bool]:
-    asked, answered, right = answer
-    return answered == right, not right.isascii() and right not in asked
+def _is_interesting(example: Example, answer: str) -> tuple[bool, bool]:
+    right = example.targets
+    return answer == right, not right.isascii() and right not in example.inputs

@@ -32,7 +32,6 @@ IMPORTED = (
     "torch.distributed.launcher.api",
     "peft",
     "datasets",
-    "matplotlib.figure",
     "rouge_score.rouge_scorer",
     "scipy.stats",
     "sklearn.linear_model",

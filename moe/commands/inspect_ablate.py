@@ -4,7 +4,7 @@ stmoe inspect ablate --trace runs/trace --out runs/ablation.json
 stmoe inspect ablate --trace runs/trace --kind reroute --out runs/reroute.json
 """
 
-from moe.cli import Parser, integer, model_path
+from moe.cli import Parser, model_path
 from moe.commands.routing_inputs import add_batches, add_trace, command_text, load_traced
 from moe.files import output_path
 from moe.inspection.ablation.ablate import ablate_experts
@@ -33,12 +33,6 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--kind", choices=INTERVENTIONS, default="drop", help="intervention on an expert (drop)"
     )
-    parser.add_argument(
-        "--seed",
-        type=integer(least=0),
-        default=0,
-        help="seed of the random choices that are ablated for comparison (0)",
-    )
     add_batches(parser)
     return parser
 
@@ -60,7 +54,6 @@ def main(argv: list[str]) -> None:
         dict(zip(targets.names, targets.members, strict=True)),
         intervention=options.kind,
         input_classes=dict(zip(read.names, read.members, strict=True)),
-        seed=options.seed,
     )
 
     # The file holds all results; only significant ones are printed.

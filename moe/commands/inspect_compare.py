@@ -10,16 +10,16 @@ from moe.commands.routing_inputs import add_batches, add_trace, load_traced
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, split_loss
 from moe.inspection.page.routing_view import routing_view
-from moe.inspection.statistics.matching import ExpertMatching, choice_agreement, match_traces
+from moe.inspection.statistics.matching import ExpertMatching, match_traces
 from moe.inspection.tables import format_table, loss_sentence
 from moe.parsing import printable
 from moe.sparse.editing import LayerKey
 from moe.tracing.examples import batches_of
 from moe.tracing.recorder import Provenance, record_routing
-from moe.tracing.trace import Trace, layer_name
+from moe.tracing.trace import layer_name
 from moe.tracing.trace_file import read_trace
 
-LAYER_HEADER = ["sparse layer", "same first choice", "beyond chance", "adjusted Rand", "partners"]
+LAYER_HEADER = ["sparse layer", "same partner", "adjusted Rand", "partners"]
 LOSS_HEADER = ["", "nats", "95 % interval"]
 
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
 
     # Expert numbers differ between runs: each expert gets the number of its partner in the first model.
     matchings = match_traces(recorded, other)
-    print(agreement_table(recorded, other, matchings))
+    print(agreement_table(matchings))
     matching = {key: numbers_in_first(of_layer) for key, of_layer in matchings.items()}
     view = routing_view(recorded, first.tokenizer, other=other, matching=matching)
     view.save(out)
@@ -92,24 +92,11 @@ def numbers_in_first(matching: ExpertMatching) -> list[int]:
     return numbers
 
 
-def agreement_table(
-    first: Trace, second: Trace, matchings: Mapping[LayerKey, ExpertMatching]
-) -> str:
+def agreement_table(matchings: Mapping[LayerKey, ExpertMatching]) -> str:
     """Returns the agreement of the routing of two models, layer by layer, as text."""
     rows = []
-    for layer, other in zip(first.layers, second.layers, strict=True):
-        num_experts = layer.facts.num_experts
-        # With equal numbers, and with the best renumbering.
-        share, kappa = choice_agreement(layer.first, other.first, num_experts)
-        matching = matchings[layer.key]
+    for key, matching in matchings.items():
+        share = f"{100 * matching.agreement:.1f} %"
         partners = " ".join(str(partner + 1) for partner in matching.partner.tolist())
-        rows.append(
-            [
-                layer_name(layer.key),
-                f"{100 * share:.1f} %",
-                f"{kappa:.2f}",
-                f"{matching.adjusted_rand:.2f}",
-                partners,
-            ]
-        )
+        rows.append([layer_name(key), share, f"{matching.adjusted_rand:.2f}", partners])
     return format_table(LAYER_HEADER, rows)

@@ -23,12 +23,6 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--model", type=model_path, help="folder of the model that replays it (that of the trace)"
     )
-    parser.add_argument(
-        "--weights",
-        choices=("recompute", "replay"),
-        default="recompute",
-        help="recompute the weights of the choices (default), or replay the recorded ones",
-    )
     add_batches(parser)
     return parser
 
@@ -42,7 +36,7 @@ def main(argv: list[str]) -> None:
 
     # The same batches twice: with the router's own choices, and with the trace's choices.
     recorded = token_losses(model, batches)
-    with replay_routing(model, trace, weights=options.weights):
+    with replay_routing(model, trace):
         replayed = token_losses(model, batches)
     rows = []
     for name, losses in (("its own", recorded), (f"that of {options.trace}", replayed)):

@@ -4,12 +4,9 @@ stmoe inspect view --trace runs/trace --out runs/view.html
 stmoe inspect view --trace runs/trace --ablation runs/ablation.json --out runs/view.html
 """
 
-import json
-from typing import Any
-
-from moe.cli import Parser, integer, model_path, path
-from moe.commands.routing_inputs import add_trace, command_text, load_traced
-from moe.files import output_path, write_text
+from moe.cli import Parser, model_path, path
+from moe.commands.routing_inputs import add_trace, load_traced
+from moe.files import output_path
 from moe.inspection.page.panel_data import LayerClasses, read_ablation, view_classes
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
@@ -19,7 +16,7 @@ from moe.inspection.statistics.routing_entropy import (
     sentinel_rows,
 )
 from moe.inspection.tables import format_table, loss_sentence
-from moe.parsing import printable, to_json
+from moe.parsing import printable
 from moe.tracing.trace import Trace, layer_name
 from moe.tracing.trace_file import read_trace
 
@@ -35,16 +32,7 @@ def build_parser() -> Parser:
         "--model", type=model_path, help="folder of the traced model (where it was)"
     )
     parser.add_argument("--out", required=True, help="the .html file to write")
-
-    # Further contents of the page.
     parser.add_argument("--ablation", type=path, help="file made by stmoe inspect ablate")
-    parser.add_argument("--json", help="a .json file for the numbers of the tables")
-    parser.add_argument(
-        "--permutations",
-        type=integer(least=19),
-        default=1000,
-        help="number of shuffles for p-values (1000)",
-    )
     return parser
 
 
@@ -53,14 +41,11 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
     inputs = [options.trace, options.model, options.ablation]
     out = output_path(options.out, suffix=".html", inputs=inputs)
-    numbers = None
-    if options.json is not None:
-        numbers = output_path(options.json, suffix=".json", option="--json", inputs=inputs)
 
     # Classes with their significance take a few seconds.
     trace = read_trace(options.trace)
     inspected = load_traced(trace, options.model)
-    classes = view_classes(trace, inspected.tokenizer, num_permutations=options.permutations)
+    classes = view_classes(trace, inspected.tokenizer)
     view = routing_view(
         trace,
         inspected.tokenizer,
@@ -69,35 +54,14 @@ def main(argv: list[str]) -> None:
     )
     view.save(out)
 
-    # The same as text, and as numbers.
-    entropies = sentinel_entropies(trace, inspected.tokenizer)
-    if numbers is not None:
-        command = command_text("view", argv)
-        write_text(numbers, tables_json(trace, entropies, classes, command))
+    # The same as text.
     print(loss_sentence(trace))
-    print(format_table(SENTINEL_HEADER, sentinel_rows(entropies)))
+    print(
+        format_table(SENTINEL_HEADER, sentinel_rows(sentinel_entropies(trace, inspected.tokenizer)))
+    )
     print()
     print(class_summary(trace, classes))
     print(f"The page is {printable(out.resolve())}.")
-
-
-def tables_json(
-    trace: Trace, sentinels: list[dict[str, Any]], classes: list[LayerClasses], command: str
-) -> str:
-    """Returns the numbers of the tables as JSON, in the order of the experts; null is unknown."""
-    of_classes = []
-    for table in classes:
-        for row in table.rows:
-            of_classes.append({"layer": layer_name(table.key), **row._asdict()})
-    content = {
-        "command": command,
-        "text": trace.facts.text,
-        "inputs_fingerprint": trace.facts.inputs_fingerprint,
-        "num_examples": trace.facts.num_examples,
-        "sentinels": sentinels,
-        "classes": of_classes,
-    }
-    return json.dumps(to_json(content), indent=1) + "\n"
 
 
 def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:

@@ -122,12 +122,6 @@ def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
 # Load and entropy
 
 
-def load_shares(layer: LayerTrace) -> list[float]:
-    """Returns each expert's share of the requested slots, before capacity; they sum to 1."""
-    load = layer.stats.expert_load.double()  # [E]
-    return (load / load.sum().clamp(min=1)).tolist()
-
-
 def health_rows(layers: Sequence[LayerTrace]) -> list[list[str]]:
     """Returns a row for each layer under HEALTH_HEADER.
 

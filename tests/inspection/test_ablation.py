@@ -8,16 +8,10 @@ from torch.nn import functional as F
 
 from moe import ConfigError, DataError
 from moe.inspection.ablation.ablate import ablate_experts, nearest_load
-from moe.inspection.ablation.ablation_runs import (
-    measure_experts,
-    observe_layers,
-    run_ablated,
-    run_unchanged,
-)
+from moe.inspection.ablation.ablation_runs import run_ablated, run_unchanged
 from moe.inspection.ablation.ablation_table import class_verdicts, expert_effects, shown_purposes
 from moe.inspection.ablation.interventions import (
     INTERVENTIONS,
-    AblatedLayer,
     ablate_expert,
     as_many_at_random,
     choices_of,
@@ -37,10 +31,7 @@ def traced(*batches):
     return list(traced_batches(batches or [tiny_batch()]))
 
 
-def ablated(model, key, batch):
-    """Returns the layer as interventions need it."""
-    measures = measure_experts(model, [batch])[key]
-    return AblatedLayer(model, key, measures.mean_output, nearest_load(measures.load))
+PACKED = {**tiny_batch(), "segment_ids": tiny_batch()["attention_mask"]}
 
 
 def losses(model, batch):
@@ -72,13 +63,12 @@ def test_an_expert_that_no_token_chose_changes_nothing_bit_for_bit(dispatch, cap
     batch = tiny_batch()
     unchanged = run_unchanged(model, batch)
     for key in sparse_layers(model):
-        layer = ablated(model, key, batch)
         for kind, intervention in INTERVENTIONS.items():
-            change = run_ablated(model, key, unchanged, ablate_expert(kind, layer, 3))[0]
+            change = run_ablated(model, key, unchanged, ablate_expert(kind, model, key, 3))[0]
             assert torch.equal(change, torch.zeros_like(change))
-            none = intervention(layer, choices_of(3))
+            none = intervention(model, key, choices_of(3))
             assert not run_ablated(model, key, unchanged, none)[0].any()
-            assert run_ablated(model, key, unchanged, ablate_expert(kind, layer, 4))[0].any()
+            assert run_ablated(model, key, unchanged, ablate_expert(kind, model, key, 4))[0].any()
 
     layers = [("encoder", 0)]
     ablation = ablate_experts(model, traced(), {}, layers=layers, progress=False)
@@ -106,7 +96,7 @@ def test_drop_equals_output_weights_of_zero(dispatch, key):
     sparse = {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 3}
     model = tiny_model(dispatch=dispatch, **sparse)
     unchanged = run_unchanged(model, tiny_batch())
-    drop = ablate_expert("drop", ablated(model, key, tiny_batch()), 4)
+    drop = ablate_expert("drop", model, key, 4)
     change = run_ablated(model, key, unchanged, drop)[0]
 
     with torch.no_grad():
@@ -139,82 +129,10 @@ def test_reroute_equals_a_model_without_the_expert(dispatch, policy, decoder):
     (key,) = sparse_layers(model)
     batch = tiny_batch()
     unchanged = run_unchanged(model, batch)
-    layer = ablated(model, key, batch)
-    change = run_ablated(model, key, unchanged, ablate_expert("reroute", layer, 2))[0]
+    change = run_ablated(model, key, unchanged, ablate_expert("reroute", model, key, 2))[0]
     expected = losses(pruned, batch) - unchanged.losses
     torch.testing.assert_close(change, expected, rtol=0, atol=2e-6)
     assert change.abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(("dispatch", "capacity"), [("ragged", 1.0), ("static", None)])
-def test_swap_equals_a_model_with_the_peers_weights(dispatch, capacity):
-    model = tiny_model(dispatch=dispatch, eval_capacity_factor=capacity)
-    batch = tiny_batch()
-    unchanged = run_unchanged(model, batch)
-    for key, module in sparse_layers(model).items():
-        layer = ablated(model, key, batch)
-        change = run_ablated(model, key, unchanged, ablate_expert("swap", layer, 5))[0]
-
-        experts = module.experts
-        own = [experts.first_proj[5].clone(), experts.down_proj[5].clone()]
-        peer = int(layer.peer[5])
-        with torch.no_grad():
-            experts.first_proj[5] = experts.first_proj[peer]
-            experts.down_proj[5] = experts.down_proj[peer]
-            expected = losses(model, batch) - unchanged.losses
-            experts.first_proj[5], experts.down_proj[5] = own
-        torch.testing.assert_close(change, expected, rtol=0, atol=2e-6)
-        assert change.abs().max() > 1e-3
-
-
-def test_the_mean_changes_nothing_where_experts_are_constant():
-    model = tiny_model(expert_bias="additive")
-
-    def make_constant(router, experts):
-        experts.first_proj.zero_()
-        experts.bias.normal_()
-
-    changed_weights(model, make_constant)
-    for layer in ablate_experts(model, traced(), {}, intervention="mean", progress=False).layers:
-        assert layer.change.abs().max() < 1e-4
-        assert layer.random_change.abs().max() < 1e-4
-    drop = ablate_experts(model, traced(), {}, progress=False)
-    assert all(layer.change.abs().max() > 1e-2 for layer in drop.layers)
-
-
-def test_a_mean_of_zeros_is_a_drop():
-    model = tiny_model()
-    key = ("decoder", 0)
-    unchanged = run_unchanged(model, tiny_batch())
-    layer = ablated(model, key, tiny_batch())
-    mean = run_ablated(model, key, unchanged, ablate_expert("mean", layer, 1))[0]
-    zeros = layer._replace(mean_output=torch.zeros_like(layer.mean_output))
-    change = run_ablated(model, key, unchanged, ablate_expert("mean", zeros, 1))[0]
-    drop = run_ablated(model, key, unchanged, edit_routing(model, {key: DropExperts(1)}))[0]
-    torch.testing.assert_close(change, drop, rtol=0, atol=0)
-    assert not torch.equal(change, mean)
-
-
-def test_measures_equal_a_loop_over_tokens():
-    model = tiny_model()
-    batches = [tiny_batch(), tiny_batch(seed=1)]
-    measures = measure_experts(model, batches)
-    for key, layer in sparse_layers(model).items():
-        outputs = [[] for _ in range(E)]
-        for batch in batches:
-            with torch.no_grad(), observe_layers(model) as observations:
-                model(**batch)
-            plan, tokens = observations[key]
-            tokens = tokens.reshape(*plan.token_mask.shape, -1)
-            for group, place, choice in plan.accepted.nonzero().tolist():
-                expert = int(plan.expert_index[group, place, choice])
-                x = tokens[group, place]
-                gate, up = (layer.experts.first_proj[expert] @ x).chunk(2)
-                hidden = F.gelu(gate, approximate="tanh") * up
-                outputs[expert].append((layer.experts.down_proj[expert] @ hidden).detach())
-        assert measures[key].load.tolist() == [len(rows) for rows in outputs]
-        means = torch.stack([torch.stack(rows).mean(dim=0) for rows in outputs])
-        torch.testing.assert_close(measures[key].mean_output.float(), means, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------
@@ -273,6 +191,9 @@ def test_sums_are_those_of_each_token_by_class_document_and_choice():
             sequences = trace.encoder.example[works_on]
             works_on = torch.isin(trace.decoder.example, sequences)
         assert layer.chosen_tokens[4].sum() == works_on.sum()
+        accepted = layer_trace.expert[layer_trace.accepted]
+        assert layer.load.tolist() == accepted.bincount(minlength=E).tolist()
+        assert torch.equal(layer.peer, nearest_load(layer.load))
         expected = ((after - before) * works_on).sum()
         torch.testing.assert_close(layer.chosen_change[4].sum(), expected)
     assert ablation.layers[0].sets == ("all tokens", "even", "sequences with even")
@@ -322,8 +243,7 @@ def test_input_classes_name_the_sequences_that_hold_a_token():
     assert decoder.sets == ("all tokens",)
 
 
-@pytest.mark.parametrize("kind", ["drop", "mean"])
-def test_a_planted_expert_is_found(kind):
+def test_a_planted_expert_is_found():
     """In the decoder expert 2 alone knows what follows the tokens 2 to 40; others say nothing."""
     model = tiny_model(
         expert_bias="additive",
@@ -359,12 +279,11 @@ def test_a_planted_expert_is_found(kind):
     targets = record_routing(model, traced(*batches)).decoder.targets
     classes = {"threes": targets == 3, "high": targets > 90, "even": targets % 2 == 0}
 
-    ablation = ablate_experts(model, traced(*batches), classes, intervention=kind, progress=False)
+    ablation = ablate_experts(model, traced(*batches), classes, progress=False)
     verdicts = class_verdicts(ablation)
     yes = [(verdict.expert, verdict.token_class) for verdict in verdicts if verdict.answer == "yes"]
-    assert yes == ([] if kind == "mean" else [(2, "threes")])
-    if kind == "drop":
-        assert next(iter(shown_purposes(ablation).values())) == "threes"
+    assert yes == [(2, "threes")]
+    assert next(iter(shown_purposes(ablation).values())) == "threes"
 
 
 # ---------------------------------------------------------------------------
@@ -407,8 +326,7 @@ def test_two_barred_choices_of_a_token_leave_it_finite_weights():
         return plan.accepted
 
     unchanged = run_unchanged(model, batch)
-    layer = ablated(model, key, batch)
-    with INTERVENTIONS["reroute"](layer, both):
+    with INTERVENTIONS["reroute"](model, key, both):
         rerouted = run_unchanged(model, batch).plans[key]
     assert rerouted.combine_weight.isfinite().all()
     assert (rerouted.accepted.sum(dim=-1) == rerouted.token_mask).all()
@@ -458,31 +376,16 @@ def test_blocks_are_restored_after_an_error_also_those_that_somebody_wrapped():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("arguments", "model", "error", "text"),
     [
-        (
-            {"intervention": "dorp"},
-            ConfigError,
-            "intervention is 'dorp'; expected one of drop, reroute, mean, swap",
-        ),
-        ({"layers": [("encoder", 3)]}, ConfigError, r"no sparse layer \('encoder', 3\)"),
-        ({"layers": []}, ConfigError, r"layers to ablate is \[\]; expected at least one"),
-        ({"seed": -1}, ConfigError, "seed is -1; expected an integer of at least 0"),
-        ({"classes": {"odd": torch.ones(38)}}, DataError, "'odd' is torch.float32"),
-        ({"input_classes": {"x": torch.ones(38).bool()}}, DataError, r"expected torch.bool \[46\]"),
-        ({"batches": []}, DataError, "0 batches have no target token"),
+        ({"intervention": "dorp"}, {}, ConfigError, "'dorp'; expected one of drop, reroute"),
+        ({"layers": [("encoder", 3)]}, {}, ConfigError, r"no sparse layer \('encoder', 3\)"),
+        ({}, DENSE, ConfigError, r"layers to ablate is \[\]; expected at least one"),
+        ({"batches": []}, {}, DataError, "0 batches have no target token"),
+        ({"batches": traced(PACKED)}, {}, DataError, "needs labels and no segment_ids"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, error, text):
+def test_wrong_arguments_are_refused(arguments, model, error, text):
     settings = {"batches": traced(), "classes": {}, "progress": False, **arguments}
     with pytest.raises(error, match=text):
-        ablate_experts(tiny_model(), **settings)
-
-
-def test_batches_and_models_that_cannot_be_ablated_are_refused():
-    packed = {**tiny_batch(), "segment_ids": tiny_batch()["attention_mask"]}
-    with pytest.raises(DataError, match="needs labels and no segment_ids"):
-        ablate_experts(tiny_model(), traced(packed), {}, progress=False)
-    dense = tiny_model(**DENSE)
-    with pytest.raises(ConfigError, match=r"layers to ablate is \[\]; expected at least one"):
-        ablate_experts(dense, traced(), {}, progress=False)
+        ablate_experts(tiny_model(**model), **settings)

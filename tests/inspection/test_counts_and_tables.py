@@ -9,7 +9,6 @@ from moe.inspection.tables import (
     first_choices,
     format_table,
     health_rows,
-    load_shares,
     loss_sentence,
     top_tokens,
     unigram_entropy,
@@ -84,10 +83,8 @@ def test_lift_ranks_tokens_that_never_go_elsewhere_by_evidence():
     assert preferred[1].lift == pytest.approx((10 + 20 / 4) / 30 * 4)
 
 
-def test_shares_add_up_and_a_table_has_a_row_for_each_layer():
+def test_a_table_has_a_row_for_each_layer():
     layers = record_routing(tiny_model(), traced_batches([tiny_batch()])).layers
-    for layer in layers:
-        assert sum(load_shares(layer)) == pytest.approx(1)
     rows = health_rows(layers)
     assert [row[0] for row in rows] == ["encoder 1", "decoder 1"]
     assert format_table(["a", "long"], [["wide cell", "x"]]) == "a          long\nwide cell  x"

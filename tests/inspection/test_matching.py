@@ -4,31 +4,12 @@ import math
 
 import pytest
 import torch
-from sklearn.metrics import adjusted_rand_score, cohen_kappa_score
+from sklearn.metrics import adjusted_rand_score
 
 from moe import DataError
 from moe.inspection.statistics.contingency import adjusted_rand
-from moe.inspection.statistics.matching import choice_agreement, match_experts, match_traces
+from moe.inspection.statistics.matching import match_experts, match_traces
 from tests.inspection.by_hand import a_layer, a_stack, a_trace, renamed
-
-
-def test_the_agreement_is_a_share_and_cohens_kappa():
-    generator = torch.Generator().manual_seed(0)
-    a = torch.multinomial(torch.tensor([0.7, 0.2, 0.1]), 500, True, generator=generator)
-    b = torch.where(torch.rand(500, generator=generator) < 0.5, a, a.flip(0))
-    share, kappa = choice_agreement(a.to(torch.int8), b, 3)
-    assert share == pytest.approx(float((a == b).float().mean()))
-    assert kappa == pytest.approx(cohen_kappa_score(a, b))
-
-
-def test_agreement_without_choices_or_beyond_chance():
-    a = torch.tensor([0, 1, -1, -1])
-    share, _ = choice_agreement(a, torch.tensor([0, -1, 2, -1]), 5)
-    assert share == pytest.approx(1 / 3)  # a token without choice in both is left out
-    share, kappa = choice_agreement(a * 0, a * 0, 5)
-    assert share == 1
-    assert math.isnan(kappa)  # all tokens go to one expert
-    assert math.isnan(choice_agreement(a[:0], a[:0], 5)[0])
 
 
 def test_the_index_is_that_of_sklearn():

@@ -1,6 +1,6 @@
 """Ablation: how much every expert of every sparse layer contributes to each class of tokens.
 
-Comes after `interventions`, `expert_measures` and `target_sets`; `ablation_table` interprets the
+Comes after `interventions`, `ablation_runs` and `target_sets`; `ablation_table` interprets the
 sums.
 """
 
@@ -14,20 +14,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from moe.checks import check, check_choice, check_integer
-from moe.inspection.ablation.ablation_runs import (
-    ExpertMeasures,
-    Unchanged,
-    measure_experts,
-    run_ablated,
-    run_unchanged,
-    works_on,
-)
-from moe.inspection.ablation.interventions import (
-    INTERVENTIONS,
-    AblatedLayer,
-    ablate_expert,
-    as_many_at_random,
-)
+from moe.inspection.ablation.ablation_runs import Unchanged, run_ablated, run_unchanged, works_on
+from moe.inspection.ablation.interventions import INTERVENTIONS, ablate_expert, as_many_at_random
 from moe.inspection.ablation.target_sets import Targets, list_targets, target_sets
 from moe.sparse.editing import LayerKey, check_layer, sparse_layers
 from moe.tracing.recorder import TracedBatch, evaluation_mode
@@ -123,8 +111,7 @@ def ablate_experts(
 
     Raises:
         ConfigError: When there is no such intervention or layer, or an argument is out of range.
-        DataError: When there is no batch, one has no labels or has segments, or a mask has another
-            shape.
+        DataError: When there is no batch, or one has no labels or has segments.
     """
     check_choice("intervention", intervention, INTERVENTIONS)
     check_integer("seed", seed, least=0)
@@ -135,13 +122,10 @@ def ablate_experts(
     targets = list_targets(batches)
     sets = target_sets(targets, classes, input_classes)
 
+    tables = [_empty_sums(key, num_experts, sets[key[0]], targets) for key, num_experts in keys]
+
     # No jitter, no dropout, and the capacity of evaluation.
     with evaluation_mode(model):
-        measures = measure_experts(model, [traced.batch for traced in batches])
-        tables: list[LayerAblation] = []
-        for key in keys:
-            tables.append(_empty_sums(key, measures[key], sets[key[0]], targets))
-
         # Every expert on every batch.
         total_loss = 0.0
         recalled: list[Tensor] = []
@@ -161,12 +145,11 @@ def ablate_experts(
             for table_number, table in enumerate(tables):
                 numbers = np.random.SeedSequence((seed, number, table_number))
                 lot = int(numbers.generate_state(1)[0])
-                layer = AblatedLayer(model, table.key, measures[table.key].mean_output, table.peer)
                 masks = torch.stack(list(sets[table.key[0]].values()))[:, part]
                 document = targets.document[part]
                 lost = table.lost[:, rows]
                 _ablate_layer(
-                    layer, table, unchanged, document, masks, lost, intervention, lot, bar
+                    model, table, unchanged, document, masks, lost, intervention, lot, bar
                 )
         bar.close()
 
@@ -176,7 +159,7 @@ def ablate_experts(
         num_targets=targets.document.numel(),
         num_documents=targets.num_documents,
         recalled=torch.cat(recalled),
-        layers=tuple(tables),
+        layers=tuple(table._replace(peer=nearest_load(table.load)) for table in tables),
     )
 
 
@@ -186,8 +169,10 @@ def nearest_load(load: Tensor) -> Tensor:
     return distance.fill_diagonal_(float("inf")).argmin(dim=1)
 
 
-def _checked_keys(model: PreTrainedModel, layers: Iterable[LayerKey] | None) -> list[LayerKey]:
-    """Returns the names of the layers to ablate, in the order of the model."""
+def _checked_keys(
+    model: PreTrainedModel, layers: Iterable[LayerKey] | None
+) -> list[tuple[LayerKey, int]]:
+    """Returns names and numbers of experts of the layers to ablate, in the order of the model."""
     model_layers = sparse_layers(model)
     wanted = list(model_layers if layers is None else layers)
 
@@ -196,10 +181,13 @@ def _checked_keys(model: PreTrainedModel, layers: Iterable[LayerKey] | None) -> 
         check_layer(key, model_layers, model)
     check(bool(wanted), "layers to ablate", wanted, "at least one sparse layer")
 
-    keys = [key for key in model_layers if key in wanted]
-    for key in keys:
-        num_experts = model_layers[key].config.num_experts
-        check(num_experts > 1, f"num_experts of {key}", num_experts, "at least 2, to compare them")
+    keys = []
+    for key, layer in model_layers.items():
+        num_experts = layer.config.num_experts
+        if key in wanted:
+            expected = "at least 2, to compare them"
+            check(num_experts > 1, f"num_experts of {key}", num_experts, expected)
+            keys.append((key, num_experts))
     return keys
 
 
@@ -208,15 +196,14 @@ def _checked_keys(model: PreTrainedModel, layers: Iterable[LayerKey] | None) -> 
 
 
 def _empty_sums(
-    key: LayerKey, measures: ExpertMeasures, sets: Mapping[str, Tensor], targets: Targets
+    key: LayerKey, num_experts: int, sets: Mapping[str, Tensor], targets: Targets
 ) -> LayerAblation:
     """Returns the sums of a layer before any batch."""
-    num_experts = measures.load.numel()
     num_documents = targets.num_documents
     masks = torch.stack(list(sets.values()))  # [C, N]
     by_set = torch.zeros(num_experts, len(sets), num_documents, dtype=torch.float64)
     by_expert = torch.zeros(num_experts, num_documents, dtype=torch.float64)
-    load = measures.load.cpu()
+    load = torch.zeros(num_experts, dtype=torch.int64)
     return LayerAblation(
         key=key,
         sets=tuple(sets),
@@ -226,7 +213,7 @@ def _empty_sums(
         chosen_tokens=by_expert,
         chosen_change=by_expert.clone(),
         load=load,
-        peer=nearest_load(load),
+        peer=load.clone(),
         lost=torch.zeros(num_experts, targets.num_examples, dtype=torch.bool),
     )
 
@@ -240,7 +227,7 @@ def _by_document(values: Tensor, document: Tensor, num_documents: int) -> Tensor
 
 @torch.inference_mode()
 def _ablate_layer(
-    layer: AblatedLayer,
+    model: PreTrainedModel,
     sums: LayerAblation,
     unchanged: Unchanged,
     document: Tensor,
@@ -253,8 +240,8 @@ def _ablate_layer(
     """Adds the effect of ablating each expert of a layer on the targets of one batch.
 
     Args:
-        layer: The layer.
-        sums: Its sums.
+        model: In evaluation mode.
+        sums: Sums of the layer.
         unchanged: The batch, and the results of the unchanged model.
         document: <int64>[n] document of each target.
         masks: <bool>[C, n] sets of the targets.
@@ -264,7 +251,11 @@ def _ablate_layer(
         bar: Counts the experts.
     """
     num_experts, num_documents = sums.chosen_tokens.shape
-    is_chosen = works_on(layer.key, unchanged, num_experts)  # [E, n]
+    key = sums.key
+    is_chosen = works_on(key, unchanged, num_experts)  # [E, n]
+    plan = unchanged.plans[key]
+    load = torch.bincount(plan.expert_index[plan.accepted], minlength=num_experts)
+    sums.load.add_(load.cpu())
 
     def add(total: Tensor, values: Tensor) -> None:
         total += _by_document(values, document, num_documents)
@@ -274,11 +265,11 @@ def _ablate_layer(
     for expert in range(num_experts):
         # Without the expert, and without as many random choices.
         at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
-        to_expert = ablate_expert(intervention, layer, expert)
-        change, is_right = run_ablated(layer.module, layer.key, unchanged, to_expert)  # [n], [B]
+        to_expert = ablate_expert(intervention, model, key, expert)
+        change, is_right = run_ablated(model, key, unchanged, to_expert)  # [n], [B]
         lost[expert] = unchanged.is_right & ~is_right
-        to_random = INTERVENTIONS[intervention](layer, at_random)
-        random_change, _ = run_ablated(layer.module, layer.key, unchanged, to_random)
+        to_random = INTERVENTIONS[intervention](model, key, at_random)
+        random_change, _ = run_ablated(model, key, unchanged, to_random)
 
         # By class and document.
         add(sums.change[expert], change * masks)

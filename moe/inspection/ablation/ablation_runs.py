@@ -5,7 +5,7 @@ ablated layer of the decoder reuses the encoder's output, and every layer the hi
 block.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,90 +19,8 @@ from moe.data.pipeline import Batch
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import target_losses
 from moe.models.outputs import STMoEEncoderOutput
-from moe.sparse.dispatch import RowDispatcher, sort_choices, sort_rows
 from moe.sparse.editing import LayerKey, PlanEdit, edit_routing, sparse_layers
-from moe.sparse.layer import SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores
-
-
-class ExpertMeasures(NamedTuple):
-    """Measures of the experts of one layer.
-
-    Attributes:
-        load: <int64>[E] accepted choices of each expert.
-        mean_output: <float64>[E, D] mean output of each expert over them, before its weight; 0 for
-            an expert without any.
-    """
-
-    load: Tensor
-    mean_output: Tensor
-
-
-@torch.inference_mode()
-def measure_experts(
-    model: PreTrainedModel, batches: Iterable[Batch]
-) -> dict[LayerKey, ExpertMeasures]:
-    """Returns the measures of all experts of all sparse layers.
-
-    Args:
-        model: In evaluation mode.
-        batches: Batches with labels, on the model's device; at least one.
-    """
-    sums: dict[LayerKey, ExpertMeasures] = {}
-    layers = sparse_layers(model)
-    for batch in batches:
-        with observe_layers(model) as observations:
-            model(**batch, use_cache=False)
-        for key, (plan, tokens) in observations.items():
-            of_batch = _sum_outputs(layers[key], plan, tokens)
-            if key in sums:
-                of_batch = ExpertMeasures(*map(torch.add, sums[key], of_batch))
-            sums[key] = of_batch
-
-    measures = {}
-    for key, total in sums.items():
-        num_rows = total.load.clamp(min=1)[:, None]
-        measures[key] = ExpertMeasures(total.load, total.mean_output / num_rows)
-    return measures
-
-
-def _sum_outputs(layer: SparseFeedForward, plan: DispatchPlan, tokens: Tensor) -> ExpertMeasures:
-    """Returns the load and the summed outputs of the experts of a layer that reads <any>[B, L, D]."""
-    # The output of every expert for every row that it accepted, sorted by expert.
-    num_experts = layer.config.num_experts
-    rows = RowDispatcher(sort_rows(plan, num_experts)).dispatch(layer.expert_tokens(tokens))
-    outputs = layer.experts(rows).double()  # [N, D]
-    choice = sort_choices(plan, num_experts).choice  # [T * K]
-    expert = plan.expert_index.flatten()[choice[: len(outputs)]]  # [N]
-    sums = outputs.new_zeros(num_experts, outputs.shape[1])  # [E, D]
-    load = torch.bincount(expert, minlength=num_experts)
-    return ExpertMeasures(load, sums.index_add(0, expert, outputs))
-
-
-@contextmanager
-def observe_layers(model: PreTrainedModel) -> Iterator[dict[LayerKey, tuple[DispatchPlan, Tensor]]]:
-    """Yields a dictionary for the plan and the input <any float>[B, L, D] of each sparse layer.
-
-    The forward pass inside the block fills it.
-    """
-    plans: dict[LayerKey, DispatchPlan] = {}
-    observations: dict[LayerKey, tuple[DispatchPlan, Tensor]] = {}
-
-    def keep_plan(key: LayerKey, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-        plans[key] = plan
-        return plan
-
-    def keep_input(key: LayerKey, layer: nn.Module, args: tuple[Tensor, ...], _: object) -> None:
-        observations[key] = plans[key], args[0]
-
-    # An identity edit records the plan, a hook the input.
-    layers = sparse_layers(model)
-    edits: dict[LayerKey, PlanEdit] = {key: partial(keep_plan, key) for key in layers}
-    with ExitStack() as contexts:
-        contexts.enter_context(edit_routing(model, edits))
-        for key, layer in layers.items():
-            contexts.enter_context(layer.register_forward_hook(partial(keep_input, key)))
-        yield observations
 
 
 def right_answers(output: Any, batch: Batch) -> Tensor:
@@ -139,14 +57,21 @@ class Unchanged(NamedTuple):
 def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
     """Returns the outputs of a model in evaluation mode on a batch."""
     before: dict[LayerKey, Any] = {}
+    plans: dict[LayerKey, DispatchPlan] = {}
+
+    def keep_plan(key: LayerKey, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        plans[key] = plan
+        return plan
 
     def keep_before(key: LayerKey, block: nn.Module, args: object, output: object) -> None:
         before[key] = output
 
     # Starting points of later passes: outputs of the blocks before sparse ones.
+    layers = sparse_layers(model)
+    edits: dict[LayerKey, PlanEdit] = {key: partial(keep_plan, key) for key in layers}
     with ExitStack() as contexts:
-        observations = contexts.enter_context(observe_layers(model))
-        for key in sparse_layers(model):
+        contexts.enter_context(edit_routing(model, edits))
+        for key in layers:
             for block in _blocks_before(model, key)[-1:]:
                 contexts.enter_context(block.register_forward_hook(partial(keep_before, key)))
         output = model(**batch, use_cache=False)
@@ -156,7 +81,7 @@ def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
         batch=batch,
         losses=target_losses(output.logits, batch["labels"]),
         is_right=right_answers(output, batch).cpu(),
-        plans={key: plan for key, (plan, _) in observations.items()},
+        plans=plans,
         encoder_outputs=STMoEEncoderOutput(last_hidden_state=memory),
         before=before,
     )

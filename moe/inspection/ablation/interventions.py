@@ -1,27 +1,19 @@
-"""Interventions on an expert that show its contribution: drop, reroute, mean, swap.
+"""Interventions on an expert that show its contribution: drop, reroute.
 
 Each applies to the choices of an expert, or to as many random ones; `ablate` runs them over all experts.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe.sparse.editing import (
-    LayerEdit,
-    LayerKey,
-    PlanEdit,
-    check_layer,
-    edit_routing,
-    sparse_layers,
-)
+from moe.sparse.editing import LayerEdit, LayerKey, PlanEdit, edit_routing
 from moe.sparse.edits import RerouteExperts, choose_again, drop_choices
-from moe.sparse.layer import RouterOutput, SparseFeedForward
+from moe.sparse.layer import SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores
 
 # ---------------------------------------------------------------------------
@@ -87,78 +79,36 @@ Context = AbstractContextManager[None]
 """Inside it something is ablated."""
 
 
-class AblatedLayer(NamedTuple):
-    """A sparse layer with the statistics that interventions need.
-
-    Attributes:
-        module: The model that it is in.
-        key: Its name.
-        mean_output: <any float>[E, D] mean output of each expert.
-        peer: <int64>[E] another expert for each, by default the one of nearest load.
-    """
-
-    module: PreTrainedModel
-    key: LayerKey
-    mean_output: Tensor
-    peer: Tensor
+Intervention = Callable[[PreTrainedModel, LayerKey, ChoiceMask], Context]
+"""A change to some accepted choices in a layer of a model, during evaluation."""
 
 
-Intervention = Callable[[AblatedLayer, ChoiceMask], Context]
-"""A change to the accepted choices of an expert, or to as many random ones, during evaluation."""
-
-
-def drop(layer: AblatedLayer, choices: ChoiceMask) -> Context:
+def drop(model: PreTrainedModel, key: LayerKey, choices: ChoiceMask) -> Context:
     """Sets the output to 0 and keeps all weights, as if the expert were full: shows its contribution."""
 
     def edit(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
         return drop_choices(plan, choices(plan))
 
-    return edit_routing(layer.module, {layer.key: edit})
+    return edit_routing(model, {key: edit})
 
 
-def reroute(layer: AblatedLayer, choices: ChoiceMask) -> Context:
+def reroute(model: PreTrainedModel, key: LayerKey, choices: ChoiceMask) -> Context:
     """Lets tokens choose again among the other experts, as after pruning: shows the cost of its loss.
 
     Without the expert the others' probabilities are larger. A router whose weights are plain
     probabilities then changes the weights of tokens that never chose it, too.
     """
-    return edit_routing(layer.module, {layer.key: _RerouteChoices(choices)})
+    return edit_routing(model, {key: _RerouteChoices(choices)})
 
 
-def mean(layer: AblatedLayer, choices: ChoiceMask) -> Context:
-    """Replaces the output by its mean over the batches: shows how it distinguishes tokens."""
-    return replace_by_mean(layer.module, layer.key, choices, layer.mean_output)
+INTERVENTIONS: dict[str, Intervention] = {"drop": drop, "reroute": reroute}
 
 
-def swap(layer: AblatedLayer, choices: ChoiceMask) -> Context:
-    """Sends the tokens to the expert's peer with unchanged weights: shows whether it is special.
-
-    The peer's own tokens stay where they are, so that nothing but the expert is ablated;
-    `moe.sparse.edits.SwapExperts` exchanges two experts.
-    """
-
-    def edit(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-        # The other choices keep their experts, and nothing is dropped.
-        index = plan.expert_index  # [G, S, K]
-        peer = layer.peer.to(index.device)
-        return plan._replace(expert_index=torch.where(choices(plan), peer[index], index))
-
-    return edit_routing(layer.module, {layer.key: edit})
-
-
-INTERVENTIONS: dict[str, Intervention] = {
-    "drop": drop,
-    "reroute": reroute,
-    "mean": mean,
-    "swap": swap,
-}
-
-
-def ablate_expert(intervention: str, layer: AblatedLayer, expert: int) -> Context:
+def ablate_expert(intervention: str, model: PreTrainedModel, key: LayerKey, expert: int) -> Context:
     """Returns the context in which an intervention applies to all choices of an expert."""
     if intervention == "reroute":  # no token can choose it
-        return edit_routing(layer.module, {layer.key: RerouteExperts(expert)})
-    return INTERVENTIONS[intervention](layer, choices_of(expert))
+        return edit_routing(model, {key: RerouteExperts(expert)})
+    return INTERVENTIONS[intervention](model, key, choices_of(expert))
 
 
 class _RerouteChoices(LayerEdit):
@@ -177,56 +127,3 @@ class _RerouteChoices(LayerEdit):
             return choose_again(layer.router, scores, plan, barred)
 
         return reroute
-
-
-# ---------------------------------------------------------------------------
-# Outputs replaced by their mean
-
-
-@contextmanager
-def replace_by_mean(
-    module: nn.Module, key: LayerKey, choices: ChoiceMask, mean_output: Tensor
-) -> Iterator[None]:
-    """Replaces the outputs of some choices by the mean outputs of their experts inside the block.
-
-    The weights stay. In the reported plan these choices are dropped.
-
-    Example:
-        with replace_by_mean(model, ("encoder", 0), choices_of(3), measures.mean_output):
-            loss = model(**batch).loss
-
-    Args:
-        module: A model with sparse layers.
-        key: Name of the layer.
-        choices: Finds the choices.
-        mean_output: <any float>[E, D] mean output of each expert, before its weight.
-
-    Raises:
-        ConfigError: When the module has no such layer.
-    """
-    layers = sparse_layers(module)
-    check_layer(key, layers, module)
-    layer = layers[key]
-
-    assert mean_output.shape == (layer.config.num_experts, layer.config.d_model), "a mean each"
-    added = Tensor()
-
-    def drop(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-        # The weight of each choice that is replaced, by expert, times the expert's mean.
-        nonlocal added
-        replaced = choices(plan)
-        weight = plan.combine_weight * replaced  # [G, S, K]
-        by_expert = weight.new_zeros(scores.probs.shape)  # [G, S, E]
-        by_expert = by_expert.scatter_add(-1, plan.expert_index, weight)
-        added = by_expert @ mean_output.to(weight)  # [G, S, D]
-        return drop_choices(plan, replaced)
-
-    def add(
-        layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
-    ) -> tuple[Tensor, RouterOutput | None]:
-        y, router_output = output  # [B, L, D]
-        return y + added.to(y.dtype).view_as(y), router_output
-
-    # The edit comes first in a forward pass, the hook last.
-    with edit_routing(module, {key: drop}), layer.register_forward_hook(add):
-        yield

@@ -1,13 +1,10 @@
-"""Sentences of the report, from the numbers of a trace or of metrics."""
+"""Sentences of the report, from the numbers of a trace."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 
 from moe.data.names import describe_languages
-from moe.data.ngrams import NAMES, loss_sentence
-from moe.inspection.page.report_inputs import DEV_SCORE, Line, Stage
 from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.specialization import ClassTable, class_table
 from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
@@ -83,41 +80,4 @@ def domain_sentences(tables: Sequence[ClassTable]) -> list[str]:
         f"Mutual information of kind of text and expert, in nats: {', '.join(amounts)}; "
         f"{entropy:.2f} if each expert had one kind."
     )
-    return sentences
-
-
-def ngram_losses(line: Line) -> dict[str, float]:
-    """Returns the finite held-out losses of n-gram tables in a line of metrics, in nats per text token."""
-    losses = {}
-    for name in NAMES.values():
-        loss = line.get(f"heldout/{name}", math.nan)
-        if math.isfinite(loss):
-            losses[name] = loss
-    return losses
-
-
-def run_sentences(stage: Stage) -> list[str]:
-    """Returns the last measurements of a run, and the best dev score of a fine-tuning."""
-    sentences = []
-    best = stage.best_dev_line()
-    line = stage.last("heldout/text_loss")
-    if best:
-        sentences.append(
-            f"Best dev score: {best[DEV_SCORE]:.1f} % after {best['step']:,.0f} steps (mean over tasks)."
-        )
-    elif line:
-        sentence = loss_sentence(line["heldout/text_loss"], ngram_losses(line))
-        sentences.append(f"{sentence[:-1]}, after {line['step']:,.0f} steps.")
-    line = stage.last("heldout/token_accuracy")
-    if line and not best:
-        accuracy = 100 * line["heldout/token_accuracy"]
-        sentences.append(f"Top-1 token accuracy: {accuracy:.2f} %.")
-
-    for stack in ("encoder", "decoder"):
-        line = stage.last(f"router/{stack}/fraction_dropped")
-        if line:
-            share = 100 * line[f"router/{stack}/fraction_dropped"]
-            sentences.append(
-                f"The {stack} drops {share:.2f} % of its tokens in training step {line['step']:,.0f}."
-            )
     return sentences

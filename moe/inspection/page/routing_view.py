@@ -36,8 +36,6 @@ MOST_BYTES = 5_000_000
 
 GENERATOR = "stmoe routing_view"
 
-# The eighth colour of Okabe and Ito, so that number 8 of 8 experts differs from number 1.
-_HUES = (*COLOURS, "#F0E442")
 _SCRIPTS = (
     "view_data.js",
     "view_text.js",
@@ -169,7 +167,7 @@ def routing_view(
             generator=GENERATOR,
             panels=panels,
             facts=list(map(_facts, traces)),
-            hues=_HUES,
+            hues=COLOURS,
             policy=policy,
             script=script,
             two_models=other is not None,

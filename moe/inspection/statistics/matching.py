@@ -1,7 +1,6 @@
-"""Compares the choices of two models, and matches their experts by the tokens that they share.
+"""Matches the experts of two models by the tokens that they share.
 
-Expert numbers mean nothing across seeds and models: `choice_agreement` compares models whose experts
-correspond by number, `match_traces` others.
+Expert numbers mean nothing across seeds and models.
 """
 
 import math
@@ -15,32 +14,6 @@ from moe.errors import DataError
 from moe.inspection.statistics.contingency import adjusted_rand
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import LayerTrace, Trace, layer_name
-
-
-def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> tuple[float, float]:
-    """Returns the share of tokens with the same first choice in both, and Cohen's kappa.
-
-    Kappa is the share beyond chance: 0 if tokens exchanged their choices, however uneven the load,
-    and 1 for the same choices; NaN when chance alone gives 1. Tokens without choice in both are
-    left out.
-
-    Args:
-        a: <any integer>[N] first choice of each token, -1 for none.
-        b: <any integer>[N] first choice in the other model.
-        num_experts: E.
-
-    Source:
-        OLMoE (arXiv:2409.02060) eq. 5, for one choice.
-    """
-    is_counted = (a >= 0) | (b >= 0)
-    a = a[is_counted].long() + 1
-    b = b[is_counted].long() + 1
-    share = float((a == b).double().mean())
-
-    load_a = torch.bincount(a, minlength=num_experts + 1)[1:].double() / a.numel()
-    load_b = torch.bincount(b, minlength=num_experts + 1)[1:].double() / b.numel()
-    chance = float(load_a @ load_b)
-    return share, (share - chance) / (1 - chance) if chance < 1 else math.nan
 
 
 class ExpertMatching(NamedTuple):
