@@ -126,39 +126,33 @@ def parse_json(
     where: object,
     advice: str = "Restore the file.",
     error: type[MoEError] = DataError,
-    nan: bool = False,
 ) -> Any:
-    """Returns the value of a JSON text.
+    """Returns the value of a JSON text; NaN and Infinity, which Python writes, are numbers.
 
     Args:
         text: The JSON.
         where: File and line, as a text of the message.
         advice: Advice for the user.
         error: Class of the error.
-        nan: Whether NaN and Infinity, which Python writes but JSON lacks, are numbers.
 
     Raises:
         MoEError: When the text is not JSON, nests too deeply, or has too long numbers.
     """
     try:
-        return from_json(text.encode(), allow_inf_nan=nan)
+        return from_json(text.encode())
     except ValueError as failure:
         raise error(f"{where}: {shown(text[:60])} is not JSON ({failure}). {advice}") from failure
 
 
 def read_json(
-    path: Path,
-    *,
-    advice: str = "Restore the file.",
-    error: type[MoEError] = DataError,
-    nan: bool = False,
+    path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError
 ) -> Any:
     """Returns the value of a JSON file; see `read_text` and `parse_json`."""
     text = read_text(path, advice=advice, error=error)
-    return parse_json(text, where=str(path), advice=advice, error=error, nan=nan)
+    return parse_json(text, where=str(path), advice=advice, error=error)
 
 
-def parse_json_object(line: bytes, *, where: object, advice: str, nan: bool) -> dict[str, Any]:
+def parse_json_object(line: bytes, *, where: object, advice: str) -> dict[str, Any]:
     """Returns the object of a line of JSON; see `parse_json`.
 
     Raises:
@@ -168,14 +162,14 @@ def parse_json_object(line: bytes, *, where: object, advice: str, nan: bool) -> 
         text = line.decode().rstrip("\r\n")
     except UnicodeDecodeError as failure:
         raise DataError(not_utf8(where, line[failure.start])) from failure
-    value = parse_json(text, where=where, advice=advice, nan=nan)
+    value = parse_json(text, where=where, advice=advice)
     if not isinstance(value, dict):
         raise DataError(f"{where}: {shown(text[:60])} is not a JSON object. {advice}")
     return value
 
 
 def read_json_lines(
-    path: Path, *, advice: str = "Restore the file.", torn_end: bool = False, nan: bool = False
+    path: Path, *, advice: str = "Restore the file.", torn_end: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number, from 1, and the object of each line of a JSONL file.
 
@@ -185,7 +179,6 @@ def read_json_lines(
         path: The file.
         advice: What the user can do.
         torn_end: Whether to skip a torn last line, as in a file to which a run still appends.
-        nan: Whether NaN and Infinity are numbers.
 
     Raises:
         DataError: When the file cannot be read, or a line is not a JSON object; names the line.
@@ -198,7 +191,7 @@ def read_json_lines(
             # A run that is killed may leave half a line at the end.
             where = f"{path}, line {number}"
             try:
-                value = parse_json_object(line, where=where, advice=advice, nan=nan)
+                value = parse_json_object(line, where=where, advice=advice)
             except DataError:
                 if torn_end and not line.endswith(b"\n"):
                     return

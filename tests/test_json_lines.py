@@ -11,7 +11,7 @@ from moe.parsing import read_json_lines
 
 
 def lines_of(path):
-    return [line for _, line in read_json_lines(path, nan=True)]
+    return [line for _, line in read_json_lines(path)]
 
 
 def test_a_file_killed_anywhere_keeps_its_whole_lines_and_grows(tmp_path):

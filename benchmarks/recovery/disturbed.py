@@ -147,7 +147,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS_FILE
     if not path.exists():
         return []
-    return [line for _, line in read_json_lines(path, torn_end=True, nan=True)]
+    return [line for _, line in read_json_lines(path, torn_end=True)]
 
 
 def last_step(folder: Path) -> int:

@@ -156,7 +156,7 @@ def _read_scores(path: Path, step: int | None = None) -> DevScores | None:
     advice = "Remove the file: --resume then scores that model again."
     if step is None:
         advice = "Restore the file from a copy."
-    content = read_json(path, advice=advice, nan=True)
+    content = read_json(path, advice=advice)
     to_record(dict[str, float], content, where=str(path), advice=advice)
 
     # The step is not a score.

@@ -167,7 +167,7 @@ def _jsonl_blocks(files: Sequence[Path]) -> Blocks:
                 if line.strip():
                     where = _LinePlace(file, position)
                     advice = "Repair the line."
-                    yield where, parse_json_object(line, where=where, advice=advice, nan=True)
+                    yield where, parse_json_object(line, where=where, advice=advice)
                 position += len(line)
         if position < stop:
             raise _smaller(file)

@@ -60,7 +60,7 @@ def read_rows(
         dataset = load_from_hub(str(source), streaming=False)
         yield from _rows_of(dataset, str(source), columns, advice)
     else:
-        for number, row in read_json_lines(source, advice=advice, nan=True):
+        for number, row in read_json_lines(source, advice=advice):
             yield f"{source}, line {number}", row
 
 

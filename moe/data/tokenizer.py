@@ -443,7 +443,7 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
     """
     path = folder / TOKENIZER_FILE
     if path.is_file():
-        read_json(path, advice=advice, nan=True)
+        read_json(path, advice=advice)
         with reading(path, advice=advice):
             tokenizers.Tokenizer.from_file(str(path))
 
@@ -451,7 +451,7 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
     for name in _SETTINGS_FILES:
         if not (folder / name).is_file():
             continue
-        content = read_json(folder / name, advice=advice, nan=True)
+        content = read_json(folder / name, advice=advice)
         if not isinstance(content, dict):
             raise DataError(
                 f"{folder / name}: its content is {shown(content)}; expected an object. {advice}"

@@ -97,7 +97,7 @@ def read_json_object(path: Path | str, *, advice: str = COPY_AGAIN) -> dict[str,
     Raises:
         CheckpointError: When the file is damaged, or holds something else.
     """
-    content = read_json(Path(path), advice=advice, error=CheckpointError, nan=True)
+    content = read_json(Path(path), advice=advice, error=CheckpointError)
     return to_record(dict[str, Any], content, where=str(path), advice=advice, error=CheckpointError)
 
 

@@ -79,7 +79,7 @@ def read_lines(
         record: dict[str, Any] = {"inputs": text}
         try:
             if is_json:
-                row = parse_json_object(line, where=where, advice=_ADVICE, nan=True)
+                row = parse_json_object(line, where=where, advice=_ADVICE)
                 record = _rename(row, columns)
             elif "\0" in text or not line.startswith(text.encode()):
                 raise DataError(

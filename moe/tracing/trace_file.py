@@ -168,7 +168,7 @@ def read_trace(folder: Path) -> Trace:
     with reading(path, advice=_ADVICE):
         file = pq.ParquetFile(path)
         text = file.metadata.metadata[_HEADER.encode()].decode()
-        header = parse_json(text, where=path, advice=_ADVICE, nan=True)
+        header = parse_json(text, where=path, advice=_ADVICE)
         facts = to_record(TraceFacts, header["facts"], where=str(path), advice=_ADVICE)
         _check_version(facts, FORMAT_VERSION, path)
 

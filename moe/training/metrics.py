@@ -45,7 +45,7 @@ def step_values(metrics: StepMetrics, tokens_per_second: float) -> dict[str, flo
 def last_value(path: Path, name: str) -> float | None:
     """Returns the last number with this name in a metrics.jsonl; None if there is none."""
     value = None
-    for _, line in read_json_lines(path, torn_end=True, nan=True):
+    for _, line in read_json_lines(path, torn_end=True):
         value = line.get(name, value)
     return value
 
@@ -93,7 +93,7 @@ class MetricsWriter:
 def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl that were measured after at most `step` updates."""
     lines = []
-    for number, line in read_json_lines(path, torn_end=True, nan=True):
+    for number, line in read_json_lines(path, torn_end=True):
         line_step: Any = line.get("step")
         if not is_kind(line_step, int) or line_step < 0:
             raise DataError(

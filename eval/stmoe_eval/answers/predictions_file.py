@@ -258,7 +258,7 @@ def read_predictions_file(path: Path) -> tuple[Header | None, list[Batch]]:
         return header, batches
 
     open_batch: list[Prediction] = []
-    for number, value in read_json_lines(path, advice=_ADVICE, torn_end=True, nan=True):
+    for number, value in read_json_lines(path, advice=_ADVICE, torn_end=True):
         where = f"{path}, line {number}"
         if header is None:
             header = to_record(Header, value, where=where, advice=_ADVICE)

@@ -99,7 +99,7 @@ def _read_selection(run: Path) -> Selection | None:
     )
 
     # The dev scores used to choose the checkpoint are in the same folder.
-    content = read_json(path, advice=advice, error=CheckpointError, nan=True)
+    content = read_json(path, advice=advice, error=CheckpointError)
     scores = to_record(
         dict[str, int | float], content, where=str(path), advice=advice, error=CheckpointError
     )

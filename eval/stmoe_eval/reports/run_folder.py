@@ -92,7 +92,7 @@ def read_examples(folder: Path, task: TaskResult) -> list[Example]:
     """
     path = _existing(examples_path(folder, task.task))
     examples = []
-    for number, value in read_json_lines(path, advice=_ADVICE, nan=True):
+    for number, value in read_json_lines(path, advice=_ADVICE):
         line = to_record(_ExampleLine, value, where=f"{path}, line {number}", advice=_ADVICE)
         fields = {"inputs": line.inputs, "targets": line.targets, **line.fields}
         examples.append(

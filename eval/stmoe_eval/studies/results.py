@@ -68,7 +68,7 @@ def read_numbers(study: Study, runs: Sequence[StudyRun]) -> dict[str, dict[int, 
         if not run.is_complete:
             continue
         path = run.folder / METRICS_FILE
-        values = [line[metric] for _, line in read_json_lines(path, nan=True) if metric in line]
+        values = [line[metric] for _, line in read_json_lines(path) if metric in line]
         if not values:
             raise DataError(f"{path} holds no {metric!r}. Choose another measure.metric.")
         numbers[run.arm][run.seed] = values[-1]
