@@ -32,6 +32,15 @@ from moe.optim.sharded_parameters import (
 MIN_DIM_SIZE_TO_FACTOR = 128
 """Rows and columns from which a matrix is factored."""
 
+DECAY_EXPONENT = 0.8
+"""The decay of second moments at step t = 0, 1, ... is 1 - (t + 1)^-0.8."""
+
+EPSILON_1 = 1e-30
+"""Added to the squared gradient, so that a zero gradient does not divide by zero."""
+
+EPSILON_2 = 1e-3
+"""Minimum scale of a parameter; lets a parameter of zeros learn."""
+
 
 class Adafactor(ShardedOptimizer):
     """Adafactor without momentum and weight decay, whose expert axis is a batch axis.
@@ -55,15 +64,11 @@ class Adafactor(ShardedOptimizer):
     Args:
         params: Parameters or groups of them, see `parameter_groups`.
         lr: Step relative to RMS(parameter): 0.01 changes a parameter by up to 1 % a step.
-        decay_exponent: Second-moment decay at step t = 0, 1, ... is 1 - (t + 1)^-decay_exponent;
-            larger remembers longer.
         clipping_threshold: Largest RMS of an update before `lr` and scale, d of the paper; smaller
             damps spikes and learning.
         min_dim_size_to_factor: A matrix is factored if it has at least so many rows and columns.
             Stacked matrices (`batch_dims` of 1 or more) are always factored: there the rule is
             explicit.
-        epsilon1: Added to the squared gradient, so that a zero gradient does not divide by zero.
-        epsilon2: Minimum scale of a parameter; lets a parameter of zeros learn.
 
     Raises:
         ConfigError: When a value is out of range or a parameter has only batch dimensions.
@@ -75,27 +80,21 @@ class Adafactor(ShardedOptimizer):
         own steps, so that one that joins late starts fresh.
     """
 
-    above_zero = ("decay_exponent", "clipping_threshold", "epsilon1")
+    above_zero = ("clipping_threshold",)
 
     def __init__(
         self,
         params: Iterable[Any],
         *,
         lr: float = 0.01,
-        decay_exponent: float = 0.8,
         clipping_threshold: float = 1.0,
         min_dim_size_to_factor: int = MIN_DIM_SIZE_TO_FACTOR,
-        epsilon1: float = 1e-30,
-        epsilon2: float = 1e-3,
     ) -> None:
         super().__init__(
             params,
             lr=lr,
-            decay_exponent=decay_exponent,
             clipping_threshold=clipping_threshold,
             min_dim_size_to_factor=min_dim_size_to_factor,
-            epsilon1=epsilon1,
-            epsilon2=epsilon2,
         )
 
     def update(self, pending: PendingUpdate) -> SumsOverRanks:
@@ -112,19 +111,18 @@ class Adafactor(ShardedOptimizer):
         G = work.G
 
         # 1 - beta2_t: the weight with which G_t^2 enters the moments.
-        new_weight = (state["step"] + 1.0) ** -group["decay_exponent"]
+        new_weight = (state["step"] + 1.0) ** -DECAY_EXPONENT
 
         # U_t = G_t / sqrt(V_t)
-        epsilon1 = group["epsilon1"]
         if "v_row" in state:
-            U = yield from _normalise_factored(G, state, sharding, new_weight, epsilon1)
+            U = yield from _normalise_factored(G, state, sharding, new_weight)
         else:
-            U = _normalise(G, state, new_weight, epsilon1)
+            U = _normalise(G, state, new_weight)
         state["step"] += 1
 
         # alpha_t = max(epsilon2, RMS(X_{t-1})) * lr, and the clipping max(1, RMS(U_t) / d).
         rms_X, rms_U = yield from _rms((X, U), batch_dims, sharding)  # [..., 1, 1] each
-        scale = rms_X.clamp_(min=group["epsilon2"])
+        scale = rms_X.clamp_(min=EPSILON_2)
         clipping = rms_U.div_(group["clipping_threshold"]).clamp_(min=1.0)
 
         # X_t = X_{t-1} - alpha_t * U_t / max(1, RMS(U_t) / d)
@@ -167,16 +165,16 @@ def _initial_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _normalise(G: Tensor, state: dict[str, Any], new_weight: float, epsilon: float) -> Tensor:
+def _normalise(G: Tensor, state: dict[str, Any], new_weight: float) -> Tensor:
     """Mixes G^2 <float>[...] into V and returns U = G / sqrt(V)."""
     # V_t = beta2_t V_{t-1} + (1 - beta2_t) (G_t^2 + epsilon1)
     V = local_shard(state["v"]).view_as(G)
-    V.lerp_(G.square().add_(epsilon), new_weight)
+    V.lerp_(G.square().add_(EPSILON_1), new_weight)
     return V.rsqrt().mul_(G)
 
 
 def _normalise_factored(
-    G: Tensor, state: dict[str, Any], sharding: MatrixSharding, new_weight: float, epsilon: float
+    G: Tensor, state: dict[str, Any], sharding: MatrixSharding, new_weight: float
 ) -> SumsOverRanks:
     """Mixes G^2 <float>[..., n, m] into R and C and returns U = G / sqrt(R C / mean(R))."""
     # Means of G_t^2 over the columns of each row and over the rows of each column.
@@ -190,9 +188,9 @@ def _normalise_factored(
 
     # R_t = beta2_t R_{t-1} + (1 - beta2_t) mean(G_t^2 + epsilon1), and C_t likewise.
     R = local_shard(state["v_row"]).view_as(row_mean)
-    R.lerp_(row_mean.add_(epsilon), new_weight)
+    R.lerp_(row_mean.add_(EPSILON_1), new_weight)
     C = local_shard(state["v_col"])
-    C.lerp_(column_mean.add_(epsilon), new_weight)
+    C.lerp_(column_mean.add_(EPSILON_1), new_weight)
 
     # V_t = R_t C_t / mean(R_t): the rank-one matrix with these means of rows and columns.
     mean_R = _part_of_mean(R, -1, sharding.num_rows).unsqueeze(-1)  # [..., 1]

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.checks import check_flag
 from moe.optim.parameter_groups import SPECIAL_KINDS
 from moe.optim.sharded_optimizer import (
     PendingUpdate,
@@ -39,8 +38,6 @@ class LAMB(TrustRatioOptimizer):
         beta2: Share of the second moment that stays.
         epsilon: Added to the root of the second moment.
         weight_decay: Share of the weights that is added to Adam's step.
-        bias_correction: Whether to correct the moments for their zero start, as in the paper;
-            BERT's own code does not.
         skip: Kinds of parameters that get no ratio and no decay: `norms`, `biases`, `router`.
 
     Raises:
@@ -62,10 +59,8 @@ class LAMB(TrustRatioOptimizer):
         beta2: float = 0.999,
         epsilon: float = 1e-6,
         weight_decay: float = 0.0,
-        bias_correction: bool = True,
         skip: Sequence[str] = SPECIAL_KINDS,
     ) -> None:
-        check_flag("bias_correction of lamb", bias_correction)
         super().__init__(
             params,
             skip=skip,
@@ -74,7 +69,6 @@ class LAMB(TrustRatioOptimizer):
             beta2=beta2,
             epsilon=epsilon,
             weight_decay=weight_decay,
-            bias_correction=bias_correction,
         )
 
     def update(self, pending: PendingUpdate) -> SumsOverRanks:

@@ -30,7 +30,7 @@ from moe.optim.stacking import PendingUpdate, Stack, State, alike, stack_updates
 MAX_BUCKET_ELEMENTS = 2**24
 """Elements of the shards that are updated together, 64 MiB in float32: their updates are held at once."""
 
-_AT_LEAST_ZERO = ("lr", "weight_decay", "epsilon", "epsilon2", "min_dim_size_to_factor")
+_AT_LEAST_ZERO = ("lr", "weight_decay", "epsilon", "min_dim_size_to_factor")
 
 SumsOverRanks = Generator[list[PartialSum], None, Any]
 """A computation that needs sums over ranks: it yields partial sums and resumes when they are summed.
@@ -258,7 +258,7 @@ def adam_step(g: Tensor, parameter: Tensor, state: dict[str, Any], group: dict[s
         g: <float>[..., n, m] this rank's shard of the gradient.
         parameter: <float>[..., n, m] the parameter.
         state: Its state; moments are added at the first step.
-        group: `beta1`, `beta2`, `epsilon`, and `bias_correction`, on if absent.
+        group: `beta1`, `beta2` and `epsilon`.
 
     Source:
         Adam (arXiv:1412.6980) algorithm 1. Differs: no.
@@ -276,12 +276,8 @@ def adam_step(g: Tensor, parameter: Tensor, state: dict[str, Any], group: dict[s
     v.mul_(group["beta2"]).addcmul_(g, g, value=1 - group["beta2"])
 
     # Moments that start at 0 are too small by these factors.
-    m_correction = 1.0
-    v_correction = 1.0
-    if group.get("bias_correction", True):
-        m_correction = 1 - group["beta1"] ** state["step"]
-        v_correction = 1 - group["beta2"] ** state["step"]
-
+    m_correction = 1 - group["beta1"] ** state["step"]
+    v_correction = 1 - group["beta2"] ** state["step"]
     denominator = v.sqrt().div_(math.sqrt(v_correction)).add_(group["epsilon"])
     return denominator.reciprocal_().mul_(m).div_(m_correction)
 

@@ -1,7 +1,5 @@
 """Every optimizer that a recipe can name learns, keeps the state that it says, and checks its settings."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from moe.optim.lars import LARS
 from moe.optim.muon import Muon
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import tiny_model
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
@@ -33,29 +31,6 @@ def test_the_state_has_as_many_numbers_as_the_optimizer_says(name):
         layout = layouts[parameter_name]
         assert spec.state_elements(layout, MeshConfig()) == numbers, parameter_name
         assert spec.summed_elements(layout, MeshConfig()) == {}, parameter_name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "remaining"),
-    [
-        (partial(Adafactor, lr=0.05), 0.5),
-        (partial(Muon, lr=0.02), 0.7),
-        (partial(LARS, lr=0.05, trust_coefficient=1.0), 0.7),
-        (partial(LAMB, lr=0.05), 0.7),
-    ],
-)
-def test_it_learns_one_batch(build, remaining):
-    model, batch = tiny_model().train(), tiny_batch()
-    optimizer = build(parameter_groups(model))
-    losses = []
-    for _ in range(20):
-        loss = model(**batch).ce_loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < remaining * losses[0]
 
 
 @pytest.mark.parametrize("optimizer", [Adafactor, Muon, LARS, LAMB])
@@ -78,13 +53,11 @@ def test_bfloat16_parameters_keep_float32_moments_through_a_state_dict(optimizer
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [
-        (Adafactor, {"lr": -1.0, "clipping_threshold": 0.0, "decay_exponent": -0.5}),
-        (Adafactor, {"lr": float("nan"), "epsilon1": 0.0, "epsilon2": float("inf")}),
+        (Adafactor, {"lr": float("nan"), "clipping_threshold": 0.0}),
         (Muon, {"lr": -1.0, "momentum": 1, "beta2": 1.5, "epsilon": -1}),
         (LARS, {"lr": -1.0, "beta": 1, "trust_coefficient": 0, "momentum": "nesterov"}),
         (LARS, {"skip": ["norm"]}),
-        (LAMB, {"skip": "norms", "beta2": float("nan"), "bias_correction": "no"}),
-        (LAMB, {"weight_decay": -0.1}),
+        (LAMB, {"skip": "norms", "beta2": float("nan"), "weight_decay": -0.1}),
     ],
 )
 def test_an_impossible_setting_is_refused_by_name_and_value(optimizer, settings):

@@ -16,7 +16,6 @@ OPTIMIZERS = {
     "lars": partial(LARS, weight_decay=DECAY),
     "lars, unscaled": partial(LARS, weight_decay=DECAY, momentum="unscaled"),
     "lamb": partial(LAMB, weight_decay=DECAY),
-    "lamb, uncorrected": partial(LAMB, weight_decay=DECAY, bias_correction=False),
 }
 
 
@@ -40,12 +39,12 @@ def lars_oracle(w, grads, rates, *, scaled, adapted=True, beta=0.9, eta=0.001):
     return w
 
 
-def lamb_oracle(w, grads, rates, *, corrected, adapted=True):
+def lamb_oracle(w, grads, rates, *, adapted=True):
     """Runs algorithm 2 of arXiv:1904.00962 on one matrix."""
     m, v = np.zeros_like(w), np.zeros_like(w)
     for t, (g, lr) in enumerate(zip(grads, rates, strict=True), start=1):
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-        m_hat, v_hat = (m / (1 - 0.9**t), v / (1 - 0.999**t)) if corrected else (m, v)
+        m_hat, v_hat = m / (1 - 0.9**t), v / (1 - 0.999**t)
         u = m_hat / (np.sqrt(v_hat) + 1e-6) + (DECAY * w if adapted else 0)
         ratio = 1.0
         if adapted and norm(w) > 0 and norm(u) > 0:
@@ -58,7 +57,7 @@ def lamb_oracle(w, grads, rates, *, corrected, adapted=True):
 def oracle(name, w, grads, rates, adapted=True):
     if name.startswith("lars"):
         return lars_oracle(w, grads, rates, scaled=name == "lars", adapted=adapted)
-    return lamb_oracle(w, grads, rates, corrected=name == "lamb", adapted=adapted)
+    return lamb_oracle(w, grads, rates, adapted=adapted)
 
 
 def steps(optimizer, parameters, grads, rates):
@@ -95,21 +94,6 @@ def test_steps_equal_the_formulas_expert_by_expert(name, kind):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stacked_experts_take_the_steps_of_separate_tensors(name):
-    torch.manual_seed(0)
-    stack = torch.nn.Parameter(torch.randn(5, 3, 7, dtype=torch.float64))
-    alone = [torch.nn.Parameter(w.detach().clone()) for w in stack]
-    grads = torch.randn(20, 5, 3, 7, dtype=torch.float64)
-    grads[:, 0] *= 1e6
-    grads[:7, 1] = 0
-    grads[7:, 2] = 0
-    rates = torch.linspace(0.3, 0.01, 20).tolist()
-    steps(OPTIMIZERS[name]([{"params": [stack], "batch_dims": 1}]), [stack], [grads], rates)
-    steps(OPTIMIZERS[name](alone), alone, grads.unbind(1), rates)
-    torch.testing.assert_close(stack.detach(), torch.stack(alone).detach(), rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_zeros_give_no_nan_and_ratio_one(name, decay):
     weights = torch.nn.Parameter(torch.tensor([[[0.0, 0.0]], [[3.0, 4.0]], [[3.0, 4.0]]]))
@@ -136,41 +120,8 @@ def test_an_expert_that_loses_its_tokens_stops_and_does_not_run_on():
     assert 0 < moved < 0.2  # 400 whole steps would be 4
 
 
-def test_at_a_constant_rate_scaled_and_unscaled_momentum_are_the_same():
-    grads = drawn(20, 5, 7)
-    scaled, unscaled = (without_ratio(kind, grads, [0.3] * 20) for kind in ("scaled", "unscaled"))
-    torch.testing.assert_close(scaled, unscaled, rtol=0, atol=1e-12)
-
-
-def drawn(*shape):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def test_when_the_rate_changes_they_differ_by_the_closed_form():
-    """After a step at rate a and T of rate b with gradients g_0 ... g_T the step at t has
-    scaled:   sum_s beta^(t-s) lambda_s g_s
-    unscaled: sum_s beta^(t-s) lambda_t g_s
-    so that after T + 1 steps the unscaled weights are ahead by (a - b) g_0 (beta + ... + beta^T).
-    """
-    a, b, beta, T = 0.7, 0.2, 0.9, 12
-    grads = drawn(T + 1, 5, 7)
-    rates = [a] + [b] * T
-    scaled, unscaled = (without_ratio(kind, grads, rates) for kind in ("scaled", "unscaled"))
-    expected = (a - b) * grads[0] * sum(beta**t for t in range(1, T + 1))
-    torch.testing.assert_close((unscaled - scaled).detach(), expected, rtol=0, atol=1e-12)
-    assert float(expected.abs().max()) > 1
-
-
-def without_ratio(momentum, grads, rates):
-    """Returns weights after steps of LARS whose ratio is 1, as that of skipped parameters."""
-    weights = torch.nn.Parameter(torch.ones(5, 7, dtype=torch.float64))
-    group = {"params": [weights], "kinds": ["router"]}
-    steps(LARS([group], momentum=momentum), [weights], [grads], rates)
-    return weights
-
-
 @pytest.mark.parametrize("optimizer", [LARS, LAMB])
-@pytest.mark.parametrize("skip", [("norms", "biases", "router"), ("biases",), ()])
+@pytest.mark.parametrize("skip", [("norms", "biases", "router"), ("biases",)])
 def test_skipped_kinds_do_not_see_the_weight_decay(optimizer, skip):
     model = tiny_model(expert_bias="multiplicative")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
