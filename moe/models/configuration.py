@@ -28,7 +28,7 @@ from moe.models.configuration_checks import (
     strict_config,
 )
 from moe.models.presets import PRESETS
-from moe.models.transformers_private import PrivateConfigHooks, tensor_parallel_plan
+from moe.models.transformers_private import PrivateConfigHooks
 from moe.sparse.all_routers import load_routers
 from moe.sparse.config import (
     CONVENTIONS,
@@ -476,15 +476,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         if self.eval_capacity_factor is not None:
             return "eval_capacity_factor"
         return None
-
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Transformers' plan for sharding each parameter over tensor-parallel ranks."""
-        return tensor_parallel_plan(gated=self.feed_forward_proj == "gated-gelu")
-
-    @base_model_tp_plan.setter
-    def base_model_tp_plan(self, plan: dict[str, str]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Keeps the plan: transformers 5.17 adds `embed_tokens` to it, which is whole here."""
 
     def is_sparse_block(self, block: int, *, decoder: bool) -> bool:
         """Returns whether block number `block`, counted from 0, holds a sparse layer.

@@ -219,9 +219,6 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
 
-    # Whole on every rank, as the embedding is.
-    _tp_plan = {"lm_head": "replicate"}
-
     # transformers' Trainer then gives num_items_in_batch and divides no loss itself.
     accepts_loss_kwargs = True
 

@@ -4,7 +4,6 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,6 +100,8 @@ _DTYPES = ("dtype", "torch_dtype")
 
 _COMMIT_OPTIONS = ("commit_message", "commit_description", "create_pr", "revision")
 
+_TRANSFORMERS_MESH = ("distributed_config", "tp_plan", "tp_size")
+
 _MODULES_WITH_WEIGHTS = (Experts, Projection, RelativePositionBias, RMSNorm, Router, nn.Embedding)
 
 _ALIGNMENT = 64  # bytes
@@ -135,25 +136,15 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         return bool(getattr(self.config, name) if argument is None else argument)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Returns `eager`, which means that the model runs its experts itself."""
-        return "eager"
-
-    def set_experts_implementation(
-        self, experts_implementation: str | dict[str, str | None]
-    ) -> None:
-        """Sets how the experts run, like the field `dispatch`, without changing results.
-
-        Args:
-            experts_implementation: `grouped_mm` for dispatch `ragged`, `batched_mm` for `static`,
-                or `eager` for no change.
+        """Returns `eager`, which means that the model runs its experts itself.
 
         Raises:
-            ConfigError: For another name.
+            ConfigError: When another name is requested.
         """
-        self.config._experts_implementation = experts_implementation
-        for module in self.modules():
-            if isinstance(module, SparseFeedForward):
-                module.config = replace(module.config, dispatch=self.config.dispatch)
+        expected = "None: the config's dispatch, 'ragged' or 'static', says how experts run"
+        is_own = requested_experts in (None, "eager")
+        check(is_own, "experts_implementation", requested_experts, expected)
+        return "eager"
 
     def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
         """Tells the layers which ranks have the other experts, heads and hidden units."""
@@ -224,6 +215,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             ConfigError: When its config.json has a value that this library cannot represent.
         """
         source = pretrained_model_name_or_path
+        for name in _TRANSFORMERS_MESH:
+            expected = "None: shard the model by moe.shard_model(model, mesh)"
+            check(kwargs.get(name) is None, name, kwargs.get(name), expected)
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         raw_config = _read_raw_config(source, download)
         checkpoint_format = None if raw_config is None else find_format(raw_config)

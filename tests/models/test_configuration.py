@@ -361,13 +361,6 @@ def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_
     assert again.num_parameters() > 0
 
 
-def test_the_tensor_parallel_plan_stays_as_it_is_whatever_transformers_adds_for_a_tied_head():
-    config = STMoEConfig(tie_word_embeddings=True)
-    plan = dict(config.base_model_tp_plan)
-    config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}  # as in 5.17
-    assert config.base_model_tp_plan == plan
-
-
 def test_a_message_of_transformers_about_a_huge_value_is_shortened(tmp_path):
     content = {"model_type": "t5", "dropout_rate": [10**1000]}
     (tmp_path / "config.json").write_text(json.dumps(content))

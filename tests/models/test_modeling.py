@@ -292,39 +292,11 @@ def test_attention_that_knows_no_position_bias_is_refused():
             model.set_attn_implementation(attention)
 
 
-@torch.no_grad()
-def test_transformers_names_of_expert_products_choose_the_dispatch(tmp_path):
-    model, batch = tiny_model(), tiny_batch()
-    expected = model(**batch).logits
-    assert model.get_experts_implementation() == {"": "grouped_mm"}
-    before = model.get_experts_implementation()
-    for asked in ("batched_mm", {"": "batched_mm"}):
-        model.set_experts_implementation(asked)
-        assert model.config.dispatch == "static"
-        assert {layer.config.dispatch for layer in model.sparse_layers()} == {"static"}
-        torch.testing.assert_close(model(**batch).logits, expected, rtol=0, atol=1e-5)
-    model.set_experts_implementation("eager")
-    assert model.get_experts_implementation() == {"": "batched_mm"}
-    model.set_experts_implementation(before)
-    assert torch.equal(model(**batch).logits, expected)
-
-    # At the making of a model too; the configuration can then be used again.
-    model.save_pretrained(tmp_path)
-    loaded = load(tmp_path, experts_implementation="batched_mm")
-    assert loaded.config.dispatch == "static"
-    loaded.config.dispatch = "ragged"
-    again = STMoEForConditionalGeneration(loaded.config)
-    assert again.get_experts_implementation() == {"": "grouped_mm"}
-
-
-def test_other_names_of_expert_products_are_refused():
-    model = tiny_model()
-    for name in ("batched_m", "kernels-community/megablocks", 3):
-        message = f"experts_implementation is {name!r}; expected 'grouped_mm'"
-        with pytest.raises(ConfigError, match=message):
-            model.set_experts_implementation(name)
-    with pytest.raises(ConfigError, match="experts_implementation is 'batched_m'"):
-        tiny_model(experts_implementation="batched_m")
+def test_kernels_of_experts_and_shards_of_transformers_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"experts_implementation .*'grouped_mm'.* dispatch"):
+        tiny_model(experts_implementation="grouped_mm")
+    with pytest.raises(ConfigError, match=r"tp_plan is 'auto'.*moe\.shard_model"):
+        load(tmp_path, tp_plan="auto")
 
 
 def test_initialisation_has_the_deviations_of_the_references():
