@@ -197,7 +197,6 @@ def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) ->
     """
     target = nearest_to or MeshConfig()
     num_ranks = limits.num_ranks
-    check_integer("The number of ranks", num_ranks, least=1, most=_MAX_RANKS)
 
     # A size that an axis cannot have alone is also impossible in combination.
     ep_sizes = [ep for ep in divisors(num_ranks) if _experts_divide(limits, ep)]

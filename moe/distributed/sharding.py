@@ -240,6 +240,15 @@ def shard_over_fsdp(part: Tensor, layout: Layout, coordinate: MeshCoordinate) ->
     return part.narrow(layout.shard_dim, start, end - start)
 
 
+def copy_shard(
+    whole: Tensor, shard: Tensor, layout: Layout, config: MeshConfig, coordinate: MeshCoordinate
+) -> None:
+    """Copies one rank's part of a whole parameter <float>[...] into its shard <float>[...]."""
+    part = shard_over_ep_tp(whole, layout, config, coordinate)
+    part = shard_over_fsdp(part, layout, coordinate)
+    shard.copy_(part.reshape(shard.shape))
+
+
 def local_shard(x: Tensor) -> Tensor:
     """Returns this rank's shard <any>[...] of a tensor; keeps the gradient.
 

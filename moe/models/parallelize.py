@@ -13,19 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from moe.checks import check
 from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
 from moe.distributed.sharding import (
     Layout,
     MeshCoordinate,
     Rule,
     chunk_range,
+    copy_shard,
     distribute_parameters,
     find_layout,
     find_rule,
     local_shard,
-    shard_over_ep_tp,
-    shard_over_fsdp,
     shard_unit,
 )
 from moe.models.blocks import Block
@@ -125,12 +123,8 @@ def shard_model(
             inference.
 
     Raises:
-        ConfigError: When the model or the mesh is something else, or no rule covers a parameter.
+        ConfigError: When no rule covers a parameter, or experts are quantized.
     """
-    is_model = isinstance(model, STMoEPreTrainedModel)
-    check(is_model, "The model to shard", type(model), "an STMoE model of this library")
-    check(isinstance(mesh, Mesh), "The mesh of shard_model", mesh, "the result of build_mesh")
-
     layouts = model_layouts(model, model.config, mesh.config)
     if not gather:
         layouts = {name: layout._replace(num_shards=1) for name, layout in layouts.items()}
@@ -244,7 +238,7 @@ def draw_weights(
             _draw_experts(leaf, shards, leaf_layouts, f"{seed}/{path}", mesh, coordinate)
             continue
         for name, weight in _draw(leaf, leaf_layouts, f"{seed}/{path}").items():
-            _copy_shard(weight, shards[name], leaf_layouts[name], mesh, coordinate)
+            copy_shard(weight, shards[name], leaf_layouts[name], mesh, coordinate)
 
 
 def _draw_experts(
@@ -280,16 +274,7 @@ def _draw_experts(
                 start, end = chunk_range(num_local, num_shards, coordinate.expert_shard)
             if start <= expert < end:
                 shard = shards[name][expert - start]
-                _copy_shard(weight, shard, single_layouts[name], mesh, single_coordinate)
-
-
-def _copy_shard(
-    weight: Tensor, shard: Tensor, layout: Layout, mesh: MeshConfig, coordinate: MeshCoordinate
-) -> None:
-    """Copies this rank's part of a whole weight <float>[...] into its shard <float>[...]."""
-    part = shard_over_ep_tp(weight, layout, mesh, coordinate)
-    part = shard_over_fsdp(part, layout, coordinate)
-    shard.copy_(part.reshape(shard.shape))
+                copy_shard(weight, shard, single_layouts[name], mesh, single_coordinate)
 
 
 def _draw(leaf: nn.Module, layouts: Mapping[str, Layout], seed: str) -> dict[str, Tensor]:

@@ -77,14 +77,6 @@ def test_a_mesh_before_the_ranks_of_torchrun_have_met_is_refused(torchrun, free_
         build_mesh(MeshConfig(), "cpu")
 
 
-def test_what_is_no_model_of_ours_cannot_be_sharded():
-    for model in (None, torch.nn.Linear(2, 3)):
-        with pytest.raises(ConfigError, match=rf"model to shard is .*{type(model).__name__}"):
-            shard_model(model, None)
-    with pytest.raises(ConfigError, match="The mesh of shard_model is 3; expected the result of"):
-        shard_model(tiny_model(), 3)
-
-
 def refuse(error, message, **options):
     """Launches, which must fail with a message."""
     with pytest.raises(error, match=message), launch(**options):
