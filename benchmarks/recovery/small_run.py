@@ -16,7 +16,7 @@ from moe.cli import run_main
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import EOS, PAD, SpecialIds, sentinel
 from moe.distributed.launch import World
-from moe.training.build import build_new_model, check_run_fits
+from moe.training.build import build_model, check_run_fits
 from moe.training.command import RecipeCommand
 from moe.training.loop import Run, train
 from moe.training.recipe import PretrainRecipe
@@ -81,7 +81,7 @@ def build_run(recipe: PretrainRecipe, out: Path, world: World) -> Run:
         seed=recipe.seed,
     )
     check_run_fits(recipe, config, world.size, source.lengths)
-    built = build_new_model(recipe, config, world.device_type)
+    built = build_model(recipe, config, world.device_type)
     return Run(
         folder=out, recipe=recipe, built=built, tokenizer=tokenizer, source=source, held_out=None
     )

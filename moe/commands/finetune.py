@@ -37,14 +37,9 @@ from moe.errors import ConfigError
 from moe.files import cache_folder, check_kind, find_model, output_path
 from moe.models.trainable_parameters import select_parameters
 from moe.registry import load_entry_point
-from moe.training.build import check_run_fits
+from moe.training.build import build_model, check_run_fits
 from moe.training.command import RecipeCommand, typed_settings
-from moe.training.finetuning import (
-    choose_data,
-    finetuning_config,
-    load_for_finetuning,
-    remember_sentinels,
-)
+from moe.training.finetuning import choose_data, finetuning_config, remember_sentinels
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
 from moe.training.pair_scores import check_dev_pairs, dev_scorer, scorers_for
@@ -102,7 +97,8 @@ def build_run(
         held_out = HeldOut(unseen, training.held_out_batches, SpecialIds.of(tokenizer))
 
     # The model and its trainable parameters.
-    built = load_for_finetuning(pretrained, recipe, config, world.device_type)
+    weights = None if recipe.init == "scratch" else pretrained
+    built = build_model(recipe, config, world.device_type, weights)
     parameters = select_parameters(built.model, recipe.parameters)
     world.print_on_rank_zero(f"{recipe.init.capitalize()} weights; {parameters}")
     tokenizer = remember_sentinels(built.model, tokenizer, recipe.data.sentinels)

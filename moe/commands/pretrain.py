@@ -44,13 +44,7 @@ from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import cache_folder, check_kind, find_model, output_path
 from moe.models.configuration import STMoEConfig
-from moe.training.build import (
-    MAY_CHANGE,
-    build_new_model,
-    check_continues,
-    check_run_fits,
-    load_pretrained_model,
-)
+from moe.training.build import MAY_CHANGE, build_model, check_continues, check_run_fits
 from moe.training.command import RecipeCommand, typed_settings
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
@@ -103,10 +97,7 @@ def build_run(
     unseen = build_source(recipe, held_out_tokens, ids)
     check_run_fits(recipe, config, world.size, source.lengths)
     world.print_on_rank_zero(describe_amount(source, recipe.training.steps))
-    if pretrained is None:
-        built = build_new_model(recipe, config, world.device_type)
-    else:
-        built = load_pretrained_model(recipe, config, pretrained, world.device_type)
+    built = build_model(recipe, config, world.device_type, pretrained)
 
     num_batches = recipe.training.held_out_batches
 

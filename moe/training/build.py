@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import check_model_folder, load_model, load_model_on_mesh, local_device
 from moe.data.tokenizer import load_tokenizer
-from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
+from moe.distributed.mesh import Mesh, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, MeshCoordinate
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
@@ -59,24 +59,24 @@ def check_run_fits(
     Raises:
         ConfigError: With the numbers and possible values.
     """
-    # Replicas that may be lost are launched separately.
-    num_ranks *= recipe.mesh.num_ranks // recipe.mesh.launched.num_ranks
-
-    is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
-    if lengths is None or not is_sparse:
-        check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups=None))
-        return
-
     # The data ranks share the groups of the whole batch evenly, in both stacks.
     batch_size = recipe.training.batch_size
     group_size = tokens_per_group(config)
-    num_groups = common_num_groups(lengths, batch_size, group_size)
-    check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups))
+    routed_lengths = lengths if config.all_sparse_configs() else None
+    num_groups = None
+    if routed_lengths:
+        num_groups = common_num_groups(routed_lengths, batch_size, group_size)
+
+    # Replicas that may be lost are launched separately.
+    num_ranks *= recipe.mesh.num_ranks // recipe.mesh.launched.num_ranks
+    limits = mesh_limits(config, num_ranks, num_groups)
+    check_mesh(recipe.mesh, limits)
 
     # A forward pass of one rank routes in the same groups as the whole batch.
-    rows_of_rank = batch_size // recipe.mesh.num_data_ranks
-    rows_of_pass = recipe.training.micro_batch_size or rows_of_rank
-    check_groups(lengths, batch_size, rows_of_pass, group_size)
+    if routed_lengths:
+        rows_of_rank = batch_size // recipe.mesh.num_data_ranks
+        rows_of_pass = recipe.training.micro_batch_size or rows_of_rank
+        check_groups(routed_lengths, batch_size, rows_of_pass, group_size)
 
 
 def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -114,57 +114,54 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
         )
 
 
-def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> BuiltModel:
-    """Returns a model with initial weights, which depend on the seed but not on the mesh."""
-    with torch.device("meta"):
-        model = STMoEForConditionalGeneration(config)
-
-    # Sharded before it has memory; one process is a mesh of one rank.
-    if recipe.mesh.launched.num_ranks == 1:
-        mesh = None
-        mesh_config = MeshConfig()
-        coordinate = MeshCoordinate(0, 0, 0, 0)
-        layouts = model_layouts(model, config, recipe.mesh.launched)
-    else:
-        mesh = build_mesh(recipe.mesh.launched, device_type)
-        mesh_config = mesh.config
-        coordinate = MeshCoordinate.of(mesh)
-        layouts = shard_model(model, mesh, bfloat16=_in_bfloat16(recipe))
-
-    # Memory is allocated only now, and only for this rank's shards.
-    model.to_empty(device=local_device(device_type))
-    model.tie_weights()
-    draw_weights(model, recipe.seed, layouts, mesh_config, coordinate)
-    _set_up_passes(model, recipe)
-    return BuiltModel(model, layouts, mesh)
-
-
-def load_pretrained_model(
-    recipe: Recipe, config: STMoEConfig, folder: Path, device_type: str
+def build_model(
+    recipe: Recipe, config: STMoEConfig, device_type: str, pretrained: Path | None = None
 ) -> BuiltModel:
-    """Returns the model of a folder with the settings of `config`.
+    """Returns the model of a run on its device, or sharded over the mesh that it builds.
 
-    Counters of routers start at zero if the folder has another kind of router.
+    Args:
+        recipe: Gives mesh, seed and precision.
+        config: Configuration of the model.
+        device_type: `cpu` or `cuda`.
+        pretrained: Folder of the weights. Counters of routers start at zero if it has another kind
+            of router. None draws weights, which depend on the seed but not on the mesh.
 
     Raises:
         CheckpointError: When the folder's weights are not complete.
     """
-    begins_anew = _state_of_changed_routers(STMoEConfig.from_pretrained(folder), config)
+    launched = recipe.mesh.launched
+    mesh = build_mesh(launched, device_type) if launched.num_ranks > 1 else None
+    bfloat16 = recipe.training.precision == "bfloat16"
 
-    # On a mesh, a rank reads only its own shards.
-    if recipe.mesh.launched.num_ranks == 1:
-        mesh = None
-        device = local_device(device_type)
-        model = load_model(folder, device=device, config=config, begins_anew=begins_anew)
-        layouts = model_layouts(model, config, recipe.mesh.launched)
+    if pretrained is None:
+        with torch.device("meta"):
+            model = STMoEForConditionalGeneration(config)
+
+        # Sharded before it has memory, which is allocated only for this rank's shards.
+        if mesh is None:
+            coordinate = MeshCoordinate(0, 0, 0, 0)
+            layouts = model_layouts(model, config, launched)
+        else:
+            coordinate = MeshCoordinate.of(mesh)
+            layouts = shard_model(model, mesh, bfloat16=bfloat16)
+        model.to_empty(device=local_device(device_type))
+        model.tie_weights()
+        draw_weights(model, recipe.seed, layouts, launched, coordinate)
     else:
-        mesh = build_mesh(recipe.mesh.launched, device_type)
-        bfloat16 = _in_bfloat16(recipe)
-        model, layouts = load_model_on_mesh(
-            folder, mesh, config=config, bfloat16=bfloat16, begins_anew=begins_anew
-        )
+        begins_anew = _state_of_changed_routers(STMoEConfig.from_pretrained(pretrained), config)
+        if mesh is None:
+            device = local_device(device_type)
+            model = load_model(pretrained, device=device, config=config, begins_anew=begins_anew)
+            layouts = model_layouts(model, config, launched)
+        else:
+            model, layouts = load_model_on_mesh(
+                pretrained, mesh, config=config, bfloat16=bfloat16, begins_anew=begins_anew
+            )
 
-    _set_up_passes(model, recipe)
+    if recipe.training.activation_checkpointing:
+        enable_activation_checkpointing(model, {"use_reentrant": False})
+    if recipe.training.compile:
+        model.compile()
     return BuiltModel(model, layouts, mesh)
 
 
@@ -180,15 +177,3 @@ def _state_of_changed_routers(saved: STMoEConfig, config: STMoEConfig) -> Callab
         return name.endswith(".load_steps") and any(stack in name for stack in changed)
 
     return begins_anew
-
-
-def _in_bfloat16(recipe: Recipe) -> bool:
-    return recipe.training.precision == "bfloat16"
-
-
-def _set_up_passes(model: STMoEForConditionalGeneration, recipe: Recipe) -> None:
-    """Sets up activation checkpointing and compilation as the recipe says."""
-    if recipe.training.activation_checkpointing:
-        enable_activation_checkpointing(model, {"use_reentrant": False})
-    if recipe.training.compile:
-        model.compile()

@@ -17,7 +17,6 @@ from moe.errors import CheckpointError, ConfigError
 from moe.files import kind_of
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.training.build import BuiltModel, build_new_model, load_pretrained_model
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
 
 R = TypeVar("R", bound=FinetuneRecipe)
@@ -136,25 +135,6 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
     if recipe.init == "scratch":  # fresh weights have never been trained on masked text
         settings |= {"noise_density": None, "mean_noise_span_length": None}
     return config.replaced(**settings)
-
-
-def load_for_finetuning(
-    folder: Path, recipe: FinetuneRecipe, config: STMoEConfig, device_type: str = "cpu"
-) -> BuiltModel:
-    """Returns the model to fine-tune, on its device or mesh.
-
-    Args:
-        folder: A model saved by `save_pretrained`.
-        recipe: `init` determines whether weights come from the folder or from `seed`.
-        config: Result of `finetuning_config`.
-        device_type: `cpu` or `cuda`.
-
-    Raises:
-        CheckpointError: When the weights of the folder are not complete.
-    """
-    if recipe.init == "scratch":
-        return build_new_model(recipe, config, device_type)
-    return load_pretrained_model(recipe, config, folder, device_type)
 
 
 def remember_sentinels(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe.data.pipeline import Batch
 from moe.distributed.collectives import sum_each_over_ranks
-from moe.distributed.mesh import Mesh, MeshConfig, divisors
+from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.replica_groups import ReplicaGroups
 from moe.distributed.sharding import clip_gradient, local_shard, sum_gradients_now
 from moe.errors import ConfigError
@@ -299,14 +299,13 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
     # Groups change where one more sequence fits: the size just below is the largest with the same
     # groups. A group of one token is always one sequence.
     most = min(group_size, rows * max(lengths))
-    candidates = {1, most}
-    for length in lengths:
-        for count in (*divisors(batch_size), *divisors(rows)):
-            candidates.add(count * length - 1)
-    fitting = 1
-    for size in candidates:
-        if fitting < size <= most and has_same_groups(lengths, batch_size, rows, size):
-            fitting = size
+    sizes = [most]
+    for count in range(1, batch_size + 1):
+        if batch_size % count == 0 or rows % count == 0:
+            sizes += [count * length - 1 for length in lengths]
+    same = [size for size in sizes if 0 < size <= most]
+    same = [size for size in same if has_same_groups(lengths, batch_size, rows, size)]
+    fitting = max(same, default=1)
 
     whole = [sequences_per_group(batch_size, length, group_size) for length in lengths]
     raise ConfigError(

@@ -22,8 +22,8 @@ from moe import (
 )
 from moe.checkpoint import load_model
 from moe.checksums import read_sums
-from moe.training.build import BuiltModel
-from moe.training.finetuning import finetuning_config, load_for_finetuning
+from moe.training.build import BuiltModel, build_model
+from moe.training.finetuning import finetuning_config
 from moe.training.recipe import FinetuneRecipe
 from stmoe_eval.answers.seq2seq import load_seq2seq
 from tests.hosts.tiny_hosts import dense_host
@@ -36,7 +36,8 @@ def inspect(folder: Path) -> None:
 
 
 def finetune(folder: Path, recipe: FinetuneRecipe) -> BuiltModel:
-    return load_for_finetuning(folder, recipe, finetuning_config(folder, recipe), "cpu")
+    config = finetuning_config(folder, recipe)
+    return build_model(recipe, config, "cpu", None if recipe.init == "scratch" else folder)
 
 
 DOORS = {

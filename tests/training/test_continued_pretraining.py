@@ -9,7 +9,7 @@ from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
 from moe.checkpoint.loading import load_model_on_mesh
 from moe.commands import pretrain, train_tokenizer
 from moe.distributed.mesh import MeshConfig, build_mesh
-from moe.training.build import load_pretrained_model
+from moe.training.build import build_model
 from moe.training.finetuning import finetuning_config
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from tests.distributed.ranks import run_ranks
@@ -113,7 +113,7 @@ def test_another_router_takes_the_weights_and_counts_from_zero(inputs, tmp_path)
     counts = STMoEForConditionalGeneration.from_pretrained(folder).state_dict()
     assert any(value.any() for name, value in counts.items() if name.endswith("load_steps"))
     recipe = PretrainRecipe(model=MODEL)
-    built = load_pretrained_model(recipe, recipe.build_config(), folder, "cpu")
+    built = build_model(recipe, recipe.build_config(), "cpu", folder)
     assert not any(name.endswith("load_steps") for name in built.model.state_dict())
 
 
@@ -124,13 +124,13 @@ def test_a_router_of_the_same_kind_needs_its_counts(inputs, tmp_path):
     model.save_pretrained(tmp_path)
     recipe = PretrainRecipe(model={**MODEL, "router": "bias_balanced"})
     with pytest.raises(CheckpointError, match="load_steps"):
-        load_pretrained_model(recipe, recipe.build_config(), tmp_path, "cpu")
+        build_model(recipe, recipe.build_config(), "cpu", tmp_path)
 
 
 def load_on_two_ranks(rank, num_ranks, model_folder):
     config = PretrainRecipe(model={**MODEL, "router": "bias_balanced"}).build_config()
     recipe = PretrainRecipe(model={**MODEL, "router": "bias_balanced"}, mesh=MeshConfig(ep=2))
-    model = load_pretrained_model(recipe, config, model_folder, "cpu").model
+    model = build_model(recipe, config, "cpu", model_folder).model
     counts = [name for name in model.state_dict() if name.endswith("load_steps")]
     assert len(counts) == 2
     assert not any(model.state_dict()[name].any() for name in counts)

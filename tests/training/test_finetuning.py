@@ -16,7 +16,7 @@ from moe.models.trainable_parameters import SUBSETS
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.sparse.layer import SparseFeedForward
-from moe.training.build import build_new_model
+from moe.training.build import build_model
 from moe.training.callback import RouterStatsCallback
 from moe.training.finetuning import finetuning_config, finetuning_overrides
 from moe.training.recipe import FinetuneRecipe, OptimRecipe, TrainingRecipe
@@ -297,6 +297,6 @@ def test_fresh_weights_may_have_another_architecture(saved):
     changes = {"num_experts": 5, "d_ff": 24}
     recipe = FinetuneRecipe(init="scratch", model=changes)
     config = finetuning_config(saved, recipe)
-    model = build_new_model(recipe, config, "cpu").model
+    model = build_model(recipe, config, "cpu").model
     assert (model.config.num_experts, model.config.d_ff) == (5, 24)
     assert model.config.d_model == finetuning_config(saved, FinetuneRecipe()).d_model

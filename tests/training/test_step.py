@@ -8,7 +8,7 @@ import torch
 from moe import ConfigError
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.build import build_new_model
+from moe.training.build import build_model
 from moe.training.metrics import step_values
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from moe.training.step import train_step
@@ -103,7 +103,7 @@ def test_randomness_is_a_function_of_seed_and_step():
 def test_passes_are_compiled_when_the_recipe_says_so():
     # That compiled passes give the same numbers is tested in tests/models/.
     for compiled in (False, True):
-        model = build_new_model(recipe(compile=compiled), tiny_model().config, "cpu").model
+        model = build_model(recipe(compile=compiled), tiny_model().config, "cpu").model
         assert (model._compiled_call_impl is not None) == compiled
 
 
