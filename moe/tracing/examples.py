@@ -103,11 +103,9 @@ def corrupted_batches(
         seed: Seed of the masks.
 
     Raises:
-        ConfigError: When a number is out of range.
         DataError: When no text has at least four tokens.
     """
     # Chunks of as many tokens as corruption shortens to the inputs' length.
-    check_integer("seed", seed, least=0)
     ids = SpecialIds.of(tokenizer)
     length = tokens_length(inputs_length, noise, ids.num_sentinels)
     chunks = _chunks(texts, tokenizer, length)
@@ -144,7 +142,7 @@ def continued_batches(
         most_examples: Most examples in all, evenly spaced; None for all.
 
     Raises:
-        ConfigError: When a number is out of range.
+        ConfigError: When `inputs_length` has no room for two tokens of text.
         DataError: When no text has at least four tokens.
 
     Source:
@@ -214,7 +212,6 @@ def paired_batches(
         sentinels: The model's fine-tuning setting; see `PairSource`.
 
     Raises:
-        ConfigError: When a number is out of range.
         DataError: When there is no pair.
     """
     if not pairs:
@@ -234,14 +231,11 @@ def _evenly(number: int, most: int | None) -> list[int]:
     """Returns at most `most` of the numbers below `number`, evenly spaced."""
     if most is None or most >= number:
         return list(range(number))
-    check_integer("most_examples", most, least=1)
     return [index * number // most for index in range(most)]
 
 
 def _batches(rows: Iterable[_Row], batch_size: int, padding: int) -> Iterator[TracedBatch]:
     """Yields batches of rows, each padded to its longest."""
-    check_integer("batch_size", batch_size, least=1)
-
     remaining = iter(rows)
     while collected := list(islice(remaining, batch_size)):
         yield _collate(collected, padding)
@@ -266,9 +260,6 @@ def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
     Args:
         trace: The recorded trace.
         batch_size: Examples in a batch; where experts have a capacity, routing depends on it.
-
-    Raises:
-        ConfigError: When `batch_size` is not positive.
     """
     # The decoder's inputs follow from the targets.
     inputs = trace.encoder.ids.numpy()
@@ -296,7 +287,6 @@ def generated_batches(
         batches: Batches with inputs; their labels are ignored.
         max_tokens: Maximum number of tokens of an answer.
     """
-    check_integer("max_tokens", max_tokens, least=1)
     ends = torch.tensor(model.generation_config.eos_token_id, device=model.device)
     for traced in batches:
         # Greedily, so that the same answer comes again.

@@ -140,6 +140,10 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
+    def count(self, selector: str) -> int:
+        """Returns the number of elements that a selector matches."""
+        return self.run(f"document.querySelectorAll({json.dumps(selector)}).length")
+
     def wait_for(self, expression: str) -> None:
         """Waits until an expression in the page is true."""
         end = time.monotonic() + TIMEOUT

@@ -223,14 +223,6 @@ def test_an_answer_is_lost_if_greedy_decoding_gives_it_with_the_expert_only():
     assert any(layer.lost.any() for layer in ablation.layers)
 
 
-def test_in_the_last_layer_only_tokens_of_the_expert_change():
-    layers = [("decoder", 0)]
-    ablation = ablate_experts(tiny_model(**DROPLESS), traced(), {}, layers=layers, progress=False)
-    for effect in expert_effects(ablation):
-        assert effect.elsewhere.value == 0
-        assert effect.where_chosen.value != 0
-
-
 def test_input_classes_name_the_sequences_that_hold_a_token():
     batches = traced(tiny_batch())
     model = tiny_model()
@@ -303,17 +295,6 @@ def test_random_choices_are_as_many_in_every_sequence():
         again = as_many_at_random(expert, num_sequences=4, seed=3)(plan)
         other = as_many_at_random(expert, num_sequences=4, seed=4)(plan)
         assert torch.equal(drawn, again) and not torch.equal(drawn, other)
-
-
-def test_a_seed_gives_a_table_and_another_seed_another_control():
-    model = tiny_model()
-    first, same, other = (
-        ablate_experts(model, traced(), {}, layers=[("decoder", 0)], seed=seed, progress=False)
-        for seed in (0, 0, 1)
-    )
-    assert torch.equal(first.layers[0].random_change, same.layers[0].random_change)
-    assert not torch.equal(first.layers[0].random_change, other.layers[0].random_change)
-    assert torch.equal(first.layers[0].change, other.layers[0].change)
 
 
 def test_two_barred_choices_of_a_token_leave_it_finite_weights():

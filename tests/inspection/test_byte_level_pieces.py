@@ -1,17 +1,13 @@
 """A byte-level vocabulary is shown as text, though its pieces may end within a character."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stmoe
-from moe.data.tokenizer import load_tokenizer, piece_texts, train_byte_tokenizer
+from moe.data.tokenizer import piece_texts, train_byte_tokenizer
 from moe.inspection.page.trace_content import visible_tokens
 from moe.inspection.statistics.token_text import read_tokens
-from tests.models.tiny import tiny_model
 
 NAMES = [
     "Ακτή Ελεφαντοστού",
@@ -37,11 +33,6 @@ def tokenizer(tmp_path_factory):
     return train_byte_tokenizer(NAMES * 3, VOCABULARY, tmp_path_factory.mktemp("bytes") / "names")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(vocab_size=VOCABULARY)
-
-
 def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -65,22 +56,8 @@ def test_pieces_runs_and_words_make_up_the_text(tokenizer, text):
 
 def test_the_pieces_of_a_character_are_of_one_word(tokenizer):
     ids = ids_of(tokenizer, "(羅馬” 3")
-    assert visible_tokens(tokenizer, ids) == (
-        [
-            "(",
-            r"\xe7",
-            r"\xbe",
-            r"\x85",
-            r"\xe9",
-            r"\xa6",
-            r"\xac",
-            r"\xe2",
-            r"\x80",
-            r"\x9d",
-            "␣",
-            "3",
-        ]
-    )
+    shown = r"( \xe7 \xbe \x85 \xe9 \xa6 \xac \xe2 \x80 \x9d ␣ 3"
+    assert visible_tokens(tokenizer, ids) == shown.split()
     read = read_tokens(tokenizer, torch.tensor(ids), torch.zeros(len(ids), dtype=torch.int64))
     assert [read.words[word] for word in read.word] == ["("] + ["羅馬"] * 6 + ["”"] * 3 + ["3"] * 2
     assert read.is_start.nonzero().flatten().tolist() == [0, 1, 7, 10]
@@ -104,27 +81,3 @@ def test_a_text_that_is_cut_within_a_character_is_read(tokenizer):
 )
 def test_greek_and_chinese_tokens_are_readable(tokenizer, text, tokens):
     assert visible_tokens(tokenizer, ids_of(tokenizer, text)) == tokens
-
-
-def test_pieces_of_a_character_are_shown_as_bytes(tokenizer):
-    inputs = tokenizer("象牙 羅")["input_ids"]
-    assert piece_texts(tokenizer, inputs) == ["象牙", "\u2581", r"\xe7", r"\xbe", r"\x85", "</s>"]
-
-
-def test_the_verbs_run_on_names(tokenizer, model, tmp_path):
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(str(tmp_path / "model"))
-    assert load_tokenizer(tmp_path / "model").get_vocab() == tokenizer.get_vocab()
-    rows = [{"inputs": "el: Ivory Coast", "targets": name} for name in NAMES]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-
-    def run(verb, *arguments):
-        stmoe.main(["inspect", verb, "--trace", str(tmp_path / "trace"), *map(str, arguments)])
-
-    record = ["--model", tmp_path / "model", "--pairs", tmp_path / "pairs.jsonl"]
-    stmoe.main(["inspect", "record", *map(str, record), "--out", str(tmp_path / "trace")])
-    run("ablate", "--out", tmp_path / "ablation.json")
-    page = tmp_path / "view.html"
-    run("view", "--ablation", tmp_path / "ablation.json", "--out", page)
-    texts = page.read_text(encoding="utf-8")
-    assert '"象牙海岸"' in texts and '"Ακτή"' in texts and "Î" not in texts

@@ -3,8 +3,7 @@
 import pytest
 from jinja2 import UndefinedError
 
-from moe.inspection.html_page import code_spans, render_page
-from moe.parsing import printable
+from moe.inspection.html_page import render_page
 
 
 def test_a_text_is_escaped_wherever_it_stands(tmp_path):
@@ -25,11 +24,3 @@ def test_a_value_that_a_template_lacks_is_an_error(tmp_path):
     (tmp_path / "a.html").write_text('{% extends "page.html" %}')
     with pytest.raises(UndefinedError, match="title"):
         render_page("a.html", tmp_path)
-
-
-def test_names_in_a_sentence_are_set_as_code():
-    assert code_spans("`a<b` is `c`.") == "<code>a&lt;b</code> is <code>c</code>."
-
-
-def test_bytes_that_are_no_text_can_be_printed():
-    assert printable(b"a\xff".decode(errors="surrogateescape")) == r"a\udcff"

@@ -11,7 +11,7 @@ from moe.inspection.statistics.routing_entropy import (
     corrected_entropy,
     sentinel_entropies,
 )
-from tests.inspection.by_hand import a_layer, a_stack, a_tokenizer, a_trace, ids_of, renamed
+from tests.inspection.by_hand import a_layer, a_stack, a_tokenizer, a_trace, ids_of
 
 
 def entropy_of(expert, num_experts=4, document=None):
@@ -60,16 +60,6 @@ def test_one_document_has_no_interval_and_no_token_no_entropy():
     assert estimate.value > 0
     assert math.isnan(estimate.low) and math.isnan(estimate.high)
     assert all(map(math.isnan, entropy_of([-1, -1])))
-
-
-def test_permuting_experts_and_renumbering_documents_changes_nothing():
-    expert = torch.tensor([0, 0, 1, 2, 2, 2, 3])
-    document = torch.tensor([0, 0, 0, 1, 1, 2, 2])
-    layer = a_layer(expert, 5)
-    everything = torch.ones(7, dtype=torch.bool)
-    estimate = class_entropy(layer, everything, document)
-    same = class_entropy(renamed(layer, [4, 2, 0, 1, 3]), everything, 90 - document)
-    assert same == pytest.approx(estimate)
 
 
 def test_sentinels_are_set_beside_all_tokens_in_each_layer_of_both_stacks():

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from moe.inspection.statistics.matching import match_traces
 from moe.inspection.statistics.routing_entropy import sentinel_entropies
 from moe.inspection.statistics.specialization import class_table
 from moe.inspection.statistics.token_classes import classify
@@ -50,11 +49,6 @@ def test_a_word_of_every_kind_adds_up_to_the_load(trace, tokenizer):
             torch.special.entr(load / load.sum()).sum() + ((load > 0).sum() - 1) / load.sum() / 2
         )
         assert row["all_tokens"].value == pytest.approx(min(float(entropy), math.log(7)))
-
-
-def test_a_model_is_matched_with_itself(trace):
-    for matching in match_traces(trace, trace).values():
-        assert matching.agreement == matching.adjusted_rand == 1
 
 
 def test_a_decoder_that_is_all_padding_has_empty_statistics(tokenizer):

@@ -12,8 +12,8 @@ import torch
 from tokenizers import processors
 
 import stmoe
-from moe import ConfigError, DataError
-from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe import DataError
+from moe.data.tokenizer import load_tokenizer
 from moe.inspection.statistics.routing_entropy import sentinel_entropies
 from moe.sparse.editing import sparse_layers
 from moe.tracing.trace_file import read_trace
@@ -88,25 +88,6 @@ def test_every_kind_of_text_is_recorded(folder, tmp_path, capsys, source, exampl
     assert facts.domains == domains
     assert facts.command.startswith("stmoe inspect record --model")
     assert f"{examples} examples" in capsys.readouterr().out
-
-
-def test_text_is_masked_as_the_model_was_pre_trained(folder, trace, tmp_path, capsys):
-    sentence = "40 % of the tokens masked, in spans of 2 on average, as in pre-training"
-    assert sentence in read_trace(trace).facts.text
-    sentinels = share_of_sentinels(read_trace(trace), folder)
-
-    run("record", "--model", folder / "model", "--corpus", folder / "corpus", "--examples", 20,
-        "--inputs-length", 24, "--noise-density", 0.1, "--out", tmp_path / "few")  # fmt: skip
-    printed = capsys.readouterr().out
-    assert "10 % of the tokens masked, in spans of 2 on average (40 % in pre-training)" in printed
-    assert share_of_sentinels(read_trace(tmp_path / "few"), folder) < sentinels / 2
-
-
-def share_of_sentinels(trace, folder):
-    ids = SpecialIds.of(load_tokenizer(folder / "model"))
-    read = trace.encoder.ids
-    lowest = ids.first_sentinel - ids.num_sentinels
-    return float(((lowest < read) & (read <= ids.first_sentinel)).double().mean())
 
 
 def test_a_model_that_has_moved_or_changed_since_it_was_traced_must_be_named(folder, tmp_path):
@@ -209,9 +190,3 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
     tiny_model(vocab_size=MODEL["vocab_size"] + 1).save_pretrained(model)
     with pytest.raises(DataError, match="the token ids would stand for different words"):
         run("replay", "--trace", trace, "--model", model)
-
-
-def test_a_wrong_argument_is_one_line():
-    with pytest.raises(ConfigError, match="invalid choice: 'kill'") as error:
-        run("ablate", "--trace", "t", "--out", "a.json", "--kind", "kill")
-    assert "\n" not in str(error.value)

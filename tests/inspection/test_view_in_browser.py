@@ -94,11 +94,11 @@ def test_every_part_is_drawn_and_every_token_has_its_expert(browser, page, trace
             seen |= set("".join(expected))
         browser.click("#next")
     assert {REFUSED, DROPPED} <= seen
-    assert browser.run("document.querySelectorAll('#load figure svg').length") == 5
-    assert browser.run("document.querySelectorAll('#load .bar-group').length") == 5 * 7
-    assert browser.run("document.querySelectorAll('#flow figure').length") == 2
-    assert browser.run("document.querySelectorAll('#ablation-bars > ol > li').length") == 5
-    assert browser.run("document.querySelectorAll('#classes tbody tr').length") == 2
+    assert browser.count("#load figure svg") == 5
+    assert browser.count("#load .bar-group") == 5 * 7
+    assert browser.count("#flow figure") == 2
+    assert browser.count("#ablation-bars > ol > li") == 5
+    assert browser.count("#classes tbody tr") == 2
 
 
 def test_the_slider_goes_through_the_layers_by_keyboard(browser, page, trace):
@@ -119,7 +119,7 @@ def test_a_click_on_a_token_marks_its_expert_and_lists_its_texts(browser, page, 
     assert f"encoder 1, expert {expert + 1}" in text(browser, "#expert h3")
     places = int((layer.first == expert).sum())
     assert f"of {places} places" in text(browser, "#texts-count")
-    assert browser.run("document.querySelectorAll('#texts li').length") <= 15
+    assert browser.count("#texts li") <= 15
 
     # In the text it is marked wherever it is the first choice, and only there.
     chosen = browser.run(
@@ -131,7 +131,7 @@ def test_a_click_on_a_token_marks_its_expert_and_lists_its_texts(browser, page, 
     # All texts are listed in the end, each once; one of them leads to its example.
     while browser.run("!document.querySelector('#more-texts').hidden"):
         browser.click("#more-texts")
-    assert browser.run("document.querySelectorAll('#texts li').length") == places
+    assert browser.count("#texts li") == places
     browser.click("#texts li:last-child button")
     example = int(browser.run("document.querySelector('#example').value")) - 1
     assert marks(browser) == expected_marks(trace, "encoder", 0, example)
@@ -162,7 +162,7 @@ def test_the_text_is_read_by_keyboard(browser, page, trace):
     pressed = "document.querySelector('#stack-encoder .expert[aria-pressed=true]').textContent"
     assert browser.run(pressed) == str(expert)
     browser.press("Escape")
-    assert browser.run("document.querySelectorAll('.chosen').length") == 0
+    assert browser.count(".chosen") == 0
     browser.press("End")
     assert browser.run("document.activeElement.dataset.token") == "12"
 
@@ -207,7 +207,7 @@ def test_a_pointed_token_shows_its_probabilities_and_choices(browser, page, trac
         state = "accepted" if layer.accepted[2][place] else "refused"
         assert by_expert[expert].endswith(state)
     assert "its label" in text(browser, "#token")
-    assert browser.run("document.querySelectorAll('#token .way .chip').length") == 3
+    assert browser.count("#token .way .chip") == 3
 
 
 def test_examples_layers_and_experts_are_chosen_by_buttons(browser, page, trace):
@@ -225,20 +225,20 @@ def test_examples_layers_and_experts_are_chosen_by_buttons(browser, page, trace)
     # A bar of the load leads to its expert, too.
     browser.click("#load figure:nth-of-type(2) .bar-group:nth-of-type(4)")
     assert "encoder 2, expert 4" in text(browser, "#expert h3")
-    assert browser.run("document.querySelectorAll('.bar-group.chosen').length") == 1
+    assert browser.count(".bar-group.chosen") == 1
     assert "go on to expert" not in text(browser, "#flow")
     browser.click("#load figure:nth-of-type(1) .bar-group:nth-of-type(4)")
     browser.run("document.querySelector('#flow').scrollIntoView({behavior: 'instant'})")
     sentence = "Of the tokens of encoder 1, expert 4, in encoder 2"
     browser.wait_for(f"document.querySelector('#flow').textContent.includes('{sentence}')")
-    assert browser.run("document.querySelectorAll('#flow .followed').length") > 0
+    assert browser.count("#flow .followed") > 0
 
     # Figures follow the slider.
     browser.run("document.querySelector('#layer-encoder').focus()")
     browser.press("ArrowRight")
     browser.run("document.querySelector('#load').scrollIntoView({behavior: 'instant'})")
     browser.wait_for("!!document.querySelector('#load figure:nth-of-type(2) .bar-group.chosen')")
-    assert browser.run("document.querySelectorAll('.bar-group.chosen').length") == 1
+    assert browser.count(".bar-group.chosen") == 1
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1400, "dark")])
@@ -302,10 +302,10 @@ def test_two_models_stand_side_by_side(browser, trace, tmp_path):
     firsts = [part.encoder.layers[0].first[: len(differs)] for part in (trace, other)]
     assert differs == (firsts[0] != firsts[1]).tolist()
     browser.hover("#stack-encoder .token:nth-of-type(2)")
-    assert browser.run("document.querySelectorAll('#token table').length") == 2
-    assert browser.run("document.querySelectorAll('.current').length") == 2
+    assert browser.count("#token table") == 2
+    assert browser.count(".current") == 2
     browser.click("#differences")
-    assert browser.run("document.querySelectorAll('.differs').length") == 0
+    assert browser.count(".differs") == 0
 
 
 def test_a_chosen_expert_is_marked_with_its_counterpart(browser, trace, tmp_path):
@@ -352,7 +352,7 @@ def test_of_many_experts_one_is_highlighted(browser, tmp_path):
     load = trace.encoder.layers[0].stats.expert_load
     busiest = int(load.argmax()) + 1
     assert f"encoder 1, expert {busiest}" in text(browser, "#expert h3")
-    assert browser.run("document.querySelectorAll('#stack-encoder .expert').length") == 32
+    assert browser.count("#stack-encoder .expert") == 32
 
     # Any other by its number.
     browser.run(
@@ -361,7 +361,7 @@ def test_of_many_experts_one_is_highlighted(browser, tmp_path):
     )
     assert "encoder 1, expert 80" in text(browser, "#expert h3")
     browser.click("#classes input[type=checkbox]")
-    assert browser.run("document.querySelectorAll('#classes thead th').length") == 83 + 3
+    assert browser.count("#classes thead th") == 83 + 3
 
 
 def test_no_text_becomes_a_part_of_the_page(browser, trace, tmp_path):

@@ -146,8 +146,8 @@ def test_other_inputs_are_refused():
     embedded = {**BATCH, "inputs_embeds": model.get_input_embeddings()(BATCH["input_ids"])}
     del embedded["input_ids"]
     for batch, message in (
-        (changed("input_ids", 3, 59), "no example with the encoder's tokens"),
-        (changed("labels", 0, 59), "the decoder reads"),
+        (changed("input_ids", 3, 60), "no example with the encoder's tokens"),
+        (changed("labels", 0, 60), "the decoder reads"),
         ({**BATCH, "labels": longer}, "the decoder reads"),
         (embedded, "got no token ids"),
     ):

@@ -30,8 +30,3 @@ def test_the_texts_of_a_corpus_are_held_out(tmp_path):
     assert 0 < len(corpus_texts(corpus)) < 7
     with pytest.raises(DataError, match="no corpus is not a corpus"):
         corpus_texts(tmp_path / "no corpus")
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"none\.txt"):
-        file_texts([f"mine={tmp_path}/none.txt"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from moe.checks import check, check_choice, check_integer
+from moe.checks import check, check_choice
 from moe.inspection.ablation.ablation_runs import Unchanged, run_ablated, run_unchanged, works_on
 from moe.inspection.ablation.interventions import INTERVENTIONS, ablate_expert, as_many_at_random
 from moe.inspection.ablation.target_sets import Targets, list_targets, target_sets
@@ -82,7 +82,6 @@ def ablate_experts(
     intervention: str = "drop",
     input_classes: Mapping[str, Tensor] | None = None,
     layers: Iterable[LayerKey] | None = None,
-    seed: int = 0,
     progress: bool = True,
 ) -> Ablation:
     """Returns the effect of ablating each expert on the loss of every class, in evaluation mode.
@@ -106,7 +105,6 @@ def ablate_experts(
             targets of sequences that hold such a token. None for the sequences whose targets hold
             one of `classes`.
         layers: Names of the layers; None for all.
-        seed: Seed of the random choices.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -114,7 +112,6 @@ def ablate_experts(
         DataError: When there is no batch, or one has no labels or has segments.
     """
     check_choice("intervention", intervention, INTERVENTIONS)
-    check_integer("seed", seed, least=0)
     keys = _checked_keys(model, layers)
 
     # Sets of target tokens by which the loss is split.
@@ -143,7 +140,7 @@ def ablate_experts(
 
             # Each batch and layer has its own random choices.
             for table_number, table in enumerate(tables):
-                numbers = np.random.SeedSequence((seed, number, table_number))
+                numbers = np.random.SeedSequence((0, number, table_number))
                 lot = int(numbers.generate_state(1)[0])
                 masks = torch.stack(list(sets[table.key[0]].values()))[:, part]
                 document = targets.document[part]

@@ -431,9 +431,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = getattr(value, "_asdict")()  # noqa: B009
 
-    # Arrays, tensors and their numbers become Python's; containers are converted recursively.
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        value = value.tolist()
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

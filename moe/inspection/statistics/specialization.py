@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
-from moe.checks import check_integer
 from moe.errors import DataError
 from moe.inspection.statistics.permutations import DocumentShuffle
 from moe.inspection.statistics.token_classes import TokenClasses
@@ -118,13 +117,11 @@ def class_p_values(
         chance, any of them is at or below p with probability p. 1 in a class without tokens.
 
     Raises:
-        ConfigError: When `num_permutations` is below 19, the fewest that can give p = 0.05.
         DataError: When the documents are too few.
 
     Source:
         Westfall and Young, Resampling-Based Multiple Testing (1993): the maximum over cells.
     """
-    check_integer("num_permutations", num_permutations, least=19)
     if not stack.layers:
         return []
     shuffle = DocumentShuffle(stack.example, document[stack.example])
