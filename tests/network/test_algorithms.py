@@ -32,15 +32,6 @@ def test_what_fits_a_grid_is_exact_on_it(data: st.DataObject) -> None:
             assert not dead.intersection(schedule.transfers.destination.tolist())
 
 
-def test_survivors_of_any_failure_sum_around_a_routed_ring() -> None:
-    network = grid((5, 5), wraps=False, bandwidth=1.0, latency=1.0).without([6, 12, 13])
-
-    fitting = [name for name in ALL_REDUCE.names() if not ALL_REDUCE.get(name).unfit(network)]
-
-    assert fitting == ["ring", "two_way_ring"]
-    verify(ALL_REDUCE.get("two_way_ring").build(network, 60))
-
-
 def test_ranks_that_are_cut_off_are_named() -> None:
     network = grid((4, 4), wraps=False, bandwidth=1.0, latency=1.0).without([1, 4])
 
@@ -63,9 +54,3 @@ def test_levels_are_an_algorithm_of_their_own() -> None:
     assert multi_ring(4, 3).unfit(network) == ""
     assert "product is 12" in multi_ring(4, 2).unfit(network)
     verify(multi_ring(2, 3, 2).build(network, 50))
-
-
-def test_a_ring_too_large_for_its_table_is_refused() -> None:
-    network = grid((64, 64), wraps=True, bandwidth=1.0, latency=1.0)
-
-    assert "from 1 to 2,048" in ALL_REDUCE.get("two_way_ring").unfit(network)

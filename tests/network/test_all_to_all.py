@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.errors import ConfigError
 from moe.network.algorithms import ALL_TO_ALL
 from moe.network.all_to_all import along_axes, around, around_both_ways, direct
 from moe.network.routes import find_route
@@ -113,15 +112,6 @@ def test_rotated_axes_keep_all_links_of_a_torus_busy(shape: tuple[int, ...]) -> 
     assert result.seconds == pytest.approx(load, rel=1e-12)
 
 
-def test_what_travels_together_is_one_transfer() -> None:
-    table = along_axes(unit_grid(8, 8), 2 * 64**2).transfers
-
-    # On the first axis a hop is one transfer, or two where its run goes over the end.
-    first = table.step < 4
-    hops = set(zip(table.step[first], table.source[first], table.destination[first], strict=True))
-    assert first.sum() < 1.5 * len(hops)
-
-
 def test_all_registered_algorithms_arrive_on_the_networks_that_they_fit() -> None:
     networks = [
         unit_grid(3, 4),
@@ -143,15 +133,3 @@ def test_all_registered_algorithms_arrive_on_the_networks_that_they_fit() -> Non
         assert not np.isin(schedule.transfers.source, list(topology.dead)).any()
         num_fitting += 1
     assert num_fitting >= 3 * len(networks)
-
-
-def test_lines_with_dead_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dead ranks is \[3\]"):
-        along_axes(unit_grid(2, 2).without(ranks=[3]), 16)
-
-
-def test_too_many_ranks_are_named_before_their_pairs_fill_the_memory() -> None:
-    for name in ALL_TO_ALL.names():
-        reason = ALL_TO_ALL.get(name).unfit(unit_grid(32, 64))
-        is_level = name == "two_level"
-        assert ("two levels" if is_level else "live ranks is 2048; expected an integer") in reason

@@ -11,36 +11,21 @@ import torch.distributed as dist
 
 from moe.checkpoint.writer import CheckpointWriter
 from moe.distributed.mesh import MeshConfig, build_mesh
-from moe.models.parallelize import shard_model
-from moe.training.step import train_step
 from tests.distributed.ranks import run_ranks, whole
-from tests.distributed.stages import RECIPE, Stage, adamw, batch
-from tests.models.tiny import tiny_model
+from tests.distributed.stages import Stage
 
 MESHES = {
     "rings of two axes": {"dp_shard": 2, "dp_replicate": 2, "gradient_reduction": "ring"},
     "rings beside experts": {"dp_shard": 2, "ep": 2, "gradient_reduction": "two_way_ring"},
     "shards on a torus": {"dp_shard": 4, "gradient_reduction": "torus_all_axes 2x2"},
+    "survivors": {"dp_replicate": 4, "gradient_reduction": "ring 5 without 2"},
+    "bfloat16 wire": {"dp_replicate": 4, "gradient_reduction": "ring in bfloat16"},
 }
 EXCHANGES = {
     "ragged": ("half_ring", {}),
     "around a dead rank": ("ring 5 without 2", {}),
     "slots": ("axes 2x2", {"dispatch": "static"}),
 }
-SMALL = {
-    "vocab_size": 53,
-    "d_model": 7,
-    "d_kv": 3,
-    "d_ff": 6,
-    "num_layers": 1,
-    "num_decoder_layers": 1,
-    "num_heads": 2,
-    "num_experts": 2,
-    "group_size": 13,
-    "tie_word_embeddings": True,
-}
-AROUND_A_HOLE = "row_pair_clients_1 4x4 without 1,2,5,6"
-SURVIVORS, UPDATES = 12, 3
 
 
 def farthest(ours, theirs):
@@ -97,43 +82,6 @@ def by_schedule_and_by_torch(rank, num_ranks, folder):
 def test_a_run_by_schedules_equals_one_by_torch(tmp_path):
     for answer in run_ranks(by_schedule_and_by_torch, 4, tmp_path, str(tmp_path)):
         for name, (distance, is_equal) in answer.items():
-            assert distance < 1e-10, name
+            # A wire in bfloat16 shows; the rest differs by the order of sums alone.
+            assert (1e-7 < distance < 0.1) if name == "bfloat16 wire" else distance < 1e-10, name
             assert is_equal, name
-
-
-def replicas(dtype, **fields):
-    """Returns the weights of a model after some updates of replicas, and whether all have them."""
-    mesh = build_mesh(MeshConfig(dp_replicate=SURVIVORS, **fields), "cpu")
-    model = tiny_model(**SMALL).to(dtype).train()
-    shard_model(model, mesh)
-    optimizer = adamw(model)
-    for step in range(UPDATES):
-        data = batch(step, SURVIVORS)
-        data = {name: value[mesh.rows(SURVIVORS)] for name, value in data.items()}
-        train_step(model, optimizer, RECIPE, data, step, mesh)
-    weights = whole_weights(model)
-    return weights, is_equal_on_all_ranks(weights)
-
-
-def survivors_of_a_hole(rank, num_ranks):
-    theirs, _ = replicas(torch.float64)
-    ours, is_equal = replicas(torch.float64, gradient_reduction=AROUND_A_HOLE)
-    rounded, is_rounded_equal = replicas(
-        torch.float32, gradient_reduction=f"{AROUND_A_HOLE} in bfloat16"
-    )
-    differences = [(rounded[name] - weight).abs().max() for name, weight in theirs.items()]
-    return {
-        "distance": farthest(ours, theirs),
-        "rounded difference": float(max(differences)),
-        "is equal": is_equal and is_rounded_equal,
-    }
-
-
-@pytest.mark.slow
-def test_updates_of_12_survivors_around_a_hole_equal_those_by_torch(tmp_path):
-    for answer in run_ranks(survivors_of_a_hole, SURVIVORS, tmp_path):
-        assert answer["distance"] < 1e-10
-        assert answer["is equal"]
-
-        # The bfloat16 wire was used.
-        assert answer["rounded difference"] > 1e-7

@@ -72,14 +72,6 @@ def test_survivors_of_two_holes_sum_exactly(dead: list[int], name: str) -> None:
     verify(algorithm.build(network, 200))
 
 
-@pytest.mark.parametrize("name", ["row_bands", "row_pair_clients_1", "row_pair_clients_4"])
-def test_few_units_are_summed_around_a_hole(name: str) -> None:
-    network = mesh(8, 8).without(block((8, 8), (2, 4), (2, 2)))
-
-    for num_units in (0, 1, 7):
-        verify(ALL_REDUCE.get(name).build(network, num_units))
-
-
 @pytest.mark.parametrize(
     ("corner", "hole"),
     [((0, 0), (2, 2)), ((0, 4), (2, 4)), ((2, 2), (4, 4)), ((4, 0), (2, 12)), ((10, 8), (2, 4))],
@@ -120,16 +112,14 @@ def test_holes_that_do_not_fit_are_refused_with_the_ranks() -> None:
         find_bands(ranks, [0, 1, 4, 5, 8, 9, 12, 13])
 
 
-@pytest.mark.slow
-def test_a_hole_in_512_chips_costs_little() -> None:
-    shape = (16, 32)
+def test_a_hole_costs_little() -> None:
+    shape = (8, 16)
     whole = mesh(*shape)
-    broken = whole.without(block(shape, (8, 16), (2, 4)))
+    broken = whole.without(block(shape, (4, 8), (2, 4)))
     num_units = 8 * whole.num_ranks
     healthy = ALL_REDUCE.get("row_pairs").build(whole, num_units)
     around = ALL_REDUCE.get("row_bands").build(broken, num_units)
 
-    for payload_bytes, most in ((102e6, 1.75), (668e6, 1.5)):
-        healthy_seconds = simulate(healthy, whole, payload_bytes).seconds
-        seconds = simulate(around, broken, payload_bytes).seconds
-        assert 1.0 < seconds / healthy_seconds <= most
+    healthy_seconds = simulate(healthy, whole, 668e6).seconds
+    seconds = simulate(around, broken, 668e6).seconds
+    assert 1.0 < seconds / healthy_seconds <= 1.25

@@ -1,7 +1,5 @@
 """Where meshes stand on networks: every rank once, groups as tiles and strided rings."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -84,14 +82,6 @@ def test_the_levels_of_an_exchange_are_those_of_the_mesh():
     placement = place_in_order(mesh, two_level(2, 4, inside=RATE, across=RATE))
     assert placement.groups("ep inside a node").ranks.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert placement.groups("ep across nodes").ranks[0].tolist() == [0, 4]
-
-
-def test_the_tiles_of_all_placements_are_all_factorisations():
-    mesh = MeshConfig(ep=4, tp=4)
-    square = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0)
-    tiles = {placement.tile("tp") for placement in all_placements(mesh, square)}
-    assert tiles == {(1, 4), (2, 2), (4, 1)}
-    assert all(math.prod(tile) == 4 for tile in tiles)
 
 
 @pytest.mark.parametrize(

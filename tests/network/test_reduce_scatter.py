@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from moe.network.algorithms import ALL_REDUCE
 from moe.network.reduce_scatter import owned_reduce_scatter, reduce_scatter_of
 from moe.network.rings import grid_all_reduce, ring_reduce_scatter, torus_all_reduce
-from moe.network.schedule import Schedule
 from moe.network.topology import Rate, grid, two_level
-from tests.oracles.schedule_promise import ScheduleError, verify
+from tests.oracles.schedule_promise import verify
 
 RANKS = st.integers(1, 9)
 UNITS = st.integers(0, 53)
@@ -35,28 +34,13 @@ def test_chunks_may_belong_to_the_ranks_in_any_order(
     verify(reduce_scatter_of(torus_all_reduce(range(num_ranks), num_units), owners))
 
 
-def test_a_torus_and_a_mesh_with_a_hole_leave_a_reduce_scatter() -> None:
-    network = grid((3, 4), wraps=True, bandwidth=1.0, latency=0.0)
-    torus = ALL_REDUCE.get("torus").build(network, 240)
-    scatter = reduce_scatter_of(torus, np.arange(12))
-    verify(scatter)
-    assert num_units_sent(scatter) < 0.7 * num_units_sent(torus)
-
-    network = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0).without((1, 2, 5, 6))
-    whole = ALL_REDUCE.get("row_pair_clients_1").build(network, 240)
-    verify(whole)
-    verify(reduce_scatter_of(whole, network.live_ranks))
-
-
-def num_units_sent(schedule: Schedule) -> int:
-    return int((schedule.transfers.high - schedule.transfers.low).sum())
-
-
 MESH = grid((4, 6), wraps=False, bandwidth=1e9, latency=1e-6)
+TORUS = grid((4, 6), wraps=True, bandwidth=1e9, latency=1e-6)
 NETWORKS = {
-    "torus": grid((4, 6), wraps=True, bandwidth=1e9, latency=1e-6),
+    "torus": TORUS,
     "mesh": MESH,
     "mesh with a hole": MESH.without([8, 9, 14, 15]),
+    "torus with a hole": TORUS.without([8, 9, 14, 15]),
     "nodes": two_level(3, 5, inside=Rate(1e9, 0.0), across=Rate(1e9, 0.0)),
 }
 
@@ -73,10 +57,3 @@ def test_its_ranks_end_with_sums_of_all_units_between_them(name, network):
     num_owned = (scatter.after.high - scatter.after.low).sum()
     assert num_owned == scatter.num_units  # each unit at one rank
     assert scatter.transfers.adds.all()
-
-
-def test_a_sum_that_is_missing_shows():
-    scatter = owned_reduce_scatter(grid_all_reduce(range(5), 10))
-    table = scatter.transfers
-    with pytest.raises(ScheduleError):
-        verify(type(scatter)(5, 10, table.select(table.step > 0), scatter.before, scatter.after))

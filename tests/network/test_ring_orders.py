@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from moe.errors import ConfigError
-from moe.network.ring_orders import fold, neighbour_ring, snake, survivor_order, whole_grid_of
+from moe.network.ring_orders import fold, neighbour_ring, whole_grid_of
 from moe.network.schedule import IntArray
-from moe.network.topology import Rate, Topology, grid, two_level
+from moe.network.topology import Topology, grid
 
 
 def mesh(*shape: int, wraps: bool = False) -> Topology:
@@ -71,20 +71,6 @@ def test_a_grid_without_a_known_ring_is_refused_with_the_reason() -> None:
 def test_a_folded_line_is_a_ring_of_hops_over_two_links() -> None:
     assert fold(np.arange(5), [False]).tolist() == [0, 2, 4, 3, 1]
     assert fold(np.arange(4), [True]).tolist() == [0, 1, 2, 3]
-
-
-def test_a_snake_walks_from_neighbour_to_neighbour() -> None:
-    order = snake(np.arange(24).reshape(2, 3, 4))
-    places = np.stack(np.unravel_index(order, (2, 3, 4)))
-
-    assert np.all(np.abs(np.diff(places, axis=1)).sum(axis=0) == 1)
-
-
-def test_survivors_of_a_cluster_keep_the_order_of_its_ranks() -> None:
-    rate = Rate(1.0, 1.0)
-    cluster = two_level(3, 2, inside=rate, across=rate).without([2])
-
-    assert survivor_order(cluster).tolist() == [0, 1, 3, 4, 5]
 
 
 def test_lines_that_are_dead_as_a_whole_leave_a_grid() -> None:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from moe.errors import ConfigError
 from moe.network.ring_orders import fold
 from moe.network.rings import (
     factorisations,
@@ -32,12 +31,6 @@ UNIT_LINKS = {"bandwidth": 1.0, "latency": 0.0}
 
 
 @given(num_ranks=RANKS, num_units=UNITS)
-def test_every_rank_of_a_ring_ends_with_the_sum(num_ranks: int, num_units: int) -> None:
-    verify(grid_all_reduce(range(num_ranks), num_units))
-    verify(torus_all_reduce(range(num_ranks), num_units))
-
-
-@given(num_ranks=RANKS, num_units=UNITS)
 def test_a_reduce_scatter_backwards_is_an_all_gather(num_ranks: int, num_units: int) -> None:
     scatter = ring_reduce_scatter(
         range(num_ranks), 0, num_units, num_ranks=num_ranks, num_units=num_units
@@ -55,43 +48,6 @@ def test_a_lost_transfer_is_found_wherever_it_is() -> None:
         rest = whole.transfers.select(np.arange(num_rows) != row)
         with pytest.raises(ScheduleError, match="are not the sum over the ranks"):
             verify(dataclasses.replace(whole, transfers=rest))
-
-
-@given(shape=SHAPES, num_units=UNITS, rotates_axes=st.booleans())
-def test_every_rank_of_a_torus_ends_with_the_sum(
-    shape: list[int], num_units: int, rotates_axes: bool
-) -> None:
-    ranks = np.arange(math.prod(shape)).reshape(shape)
-
-    verify(torus_all_reduce(ranks, num_units, rotates_axes=rotates_axes))
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (6, 4), (3, 2, 5), (1, 4, 3)])
-def test_pairs_of_rows_sum_exactly(shape: tuple[int, ...]) -> None:
-    verify(row_pair_all_reduce(np.arange(math.prod(shape)).reshape(shape), 53))
-
-
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_a_torus_takes_the_steps_of_its_axes_and_not_of_its_ranks(size: int) -> None:
-    torus = torus_all_reduce(np.arange(size**2).reshape(size, size), size**2)
-    ring = grid_all_reduce(range(size**2), size**2)
-
-    assert torus.num_steps == 4 * (size - 1)
-    assert ring.num_steps == 2 * (size**2 - 1)
-
-
-def test_the_second_axis_carries_the_first_ones_part_of_the_payload() -> None:
-    height = 4
-    width = 6
-    num_units = 2 * height * width
-    ranks = np.arange(height * width).reshape(height, width)
-    units = units_by_pair(torus_all_reduce(ranks, num_units))
-
-    # Each link carries half of the payload twice, less the part that stays.
-    across = units[ranks[:, :-1], ranks[:, 1:]]
-    down = units[ranks[:-1], ranks[1:]]
-    assert_array_equal(across, num_units * (width - 1) // width)
-    assert_array_equal(down, num_units // width * (height - 1) // height)
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (8, 8), (4, 8), (4, 4, 4)])
@@ -158,11 +114,6 @@ def test_factorisations_are_all_and_ordered() -> None:
     assert products == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
     assert len(factorisations(64, 3)) == 28
     assert factorisations(7, 2) == [(1, 7), (7, 1)]
-
-
-def test_rows_of_an_odd_number_are_not_paired() -> None:
-    with pytest.raises(ConfigError, match="number of lines to pair is 3"):
-        row_pair_all_reduce(np.arange(12).reshape(3, 4), 10)
 
 
 def levelled(levels: Sequence[int]) -> IntArray:

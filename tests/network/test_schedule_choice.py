@@ -43,6 +43,7 @@ def test_a_schedule_that_does_not_fit_the_mesh_is_refused():
         ({**exchange, "ep_nodes": 2}, "null with mesh.ep_nodes above 1"),
         ({**exchange, "expert_exchange": "ring in bfloat16"}, "expected no wire"),
         ({**exchange, "expert_exchange": "ring 3x2"}, "6 live ranks, but ep has 4"),
+        ({"dp_replicate": 3, "gradient_reduction": "row_pairs"}, "cannot be built"),
     ):
         with pytest.raises(ConfigError, match=message):
             MeshConfig(**fields)

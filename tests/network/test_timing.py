@@ -105,15 +105,6 @@ def test_rings_that_hop_over_others_share_their_links(stride):
     assert timed.num_simulated == 1
 
 
-def test_groups_on_links_of_their_own_take_as_long_as_one_alone():
-    mesh = MeshConfig(dp_replicate=4, tp=4)
-    ring = grid((4,), wraps=True, bandwidth=BANDWIDTH, latency=LATENCY)
-    sums = call(Kind.ALL_REDUCE, axis="tp")
-    beside = timer_of(TORUS, mesh, tiles="dp_replicate=4x1,tp=1x4").time(sums)
-    alone = timer_of(ring, MeshConfig(tp=4)).time(sums)
-    assert beside.timing.seconds == pytest.approx(alone.timing.seconds)
-
-
 def test_payloads_between_two_others_are_interpolated_within_a_few_percent():
     payloads = [1e5 * 2**power for power in range(5)]
     timer = timer_of(TORUS, DATA)
@@ -150,21 +141,6 @@ def test_a_hole_costs_time_and_the_survivors_sum_around_it():
     assert not {5, 6, 9, 10} & set(table.source.tolist() + table.destination.tolist())
 
 
-def test_groups_without_dead_ranks_go_around_those_of_others():
-    mesh = MeshConfig(dp_replicate=4, tp=4)
-    tiles = "dp_replicate=1x4,tp=4x1"
-    whole = timer_of(TORUS, mesh, tiles=tiles).time(call(Kind.ALL_REDUCE))
-    broken = timer_of(TORUS, mesh, dead=[5], tiles=tiles).time(call(Kind.ALL_REDUCE))
-    assert broken.timing.seconds >= whole.timing.seconds
-    assert broken.num_simulated > 1
-
-
-def test_a_group_of_one_survivor_sends_nothing():
-    mesh = MeshConfig(dp_replicate=8, tp=2)
-    timed = timer_of(TORUS, mesh, dead=[0]).time(call(Kind.ALL_REDUCE, axis="tp"))
-    assert timed.timing.seconds > 0
-
-
 def test_groups_that_all_lose_all_but_one_rank_are_refused():
     timer = timer_of(switch(4, Rate(1e9, 0.0)), MeshConfig(dp_replicate=2, tp=2), dead=[0, 2])
     with pytest.raises(ConfigError, match="No group over tp has two live ranks left"):
@@ -194,14 +170,6 @@ def test_the_formula_is_the_closed_form_of_two_levels():
     assert seconds == pytest.approx(near + far)
 
 
-def test_the_formula_is_near_the_simulation_on_a_torus():
-    timer = timer_of(TORUS, DATA)
-    groups = timer.groups("dp_replicate")
-    for kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL):
-        simulated = timer.time(call(kind)).timing.seconds
-        assert estimated_seconds(call(kind), groups, TORUS) == pytest.approx(simulated, rel=0.5)
-
-
 # ---------------------------------------------------------------------------
 # Levels
 
@@ -214,11 +182,6 @@ def test_on_a_flat_network_levels_save_steps_and_send_no_more():
     assert small.timing.seconds == pytest.approx(2 * 9 * LATENCY, rel=0.01)
     bounds = {one.name: one.bound for one in timer.time(call(Kind.ALL_REDUCE)).candidates}
     assert bounds["multi_ring 4x4x4"] == pytest.approx(bounds["ring"])
-
-
-def test_on_a_grid_no_levels_are_tried():
-    names = [one.name for one in timer_of(TORUS, DATA).time(call(Kind.ALL_REDUCE)).candidates]
-    assert not any(name.startswith("multi_ring") for name in names)
 
 
 def test_a_plan_on_a_network_assumes_that_checkpointed_blocks_run_again():

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.errors import ConfigError
-from moe.network.rings import grid_all_reduce
 from moe.network.routes import find_route, find_routes
 from moe.network.schedule import transfers
-from moe.network.simulate import simulate
-from moe.network.topology import Rate, switch, two_level
+from moe.network.topology import Rate, two_level
 from moe.network.topology_file import parse_network, read_network
 from tests.oracles.network import route_of
 
@@ -96,13 +94,6 @@ def test_what_is_no_network_is_refused(content, message):
         parse_network(content)
 
 
-def test_an_error_names_the_file(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text("grid: {shape: [2], bandwidth: 1, latency: 0}\n")
-    with pytest.raises(ConfigError, match=r"x\.yaml: grid.wraps is missing"):
-        read_network(path)
-
-
 # ---------------------------------------------------------------------------
 # Switches
 
@@ -132,24 +123,3 @@ def test_all_routes_at_once_are_those_of_one_pair(num_nodes, per_node, shared_ca
         pair = divmod(key, topology.num_ranks)
         links = routes.link[routes.offset[index] : routes.offset[index + 1]]
         assert links.tolist() == route_of(topology, *pair), pair
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 7, 8])
-def test_a_ring_at_a_switch_takes_its_closed_form(num_ranks):
-    topology = switch(num_ranks, Rate(1e9, 5e-6))
-    units = num_ranks * 10
-    payload = units * 1e5
-    seconds = simulate(grid_all_reduce(range(num_ranks), units), topology, payload).seconds
-    steps = 2 * (num_ranks - 1)
-    assert seconds == pytest.approx(steps * 5e-6 + steps / num_ranks * payload / 1e9)
-
-
-@settings(max_examples=20)
-@given(factor=st.floats(1.0, 20.0), level=st.sampled_from(["inside", "across"]))
-def test_more_bandwidth_is_never_slower(factor, level):
-    rates = {"inside": Rate(4e9, 3e-6), "across": Rate(1e9, 9e-6)}
-    schedule = grid_all_reduce(range(12), 120)
-    before = simulate(schedule, two_level(3, 4, **rates), 1e8).seconds
-    faster = Rate(rates[level].bandwidth * factor, rates[level].latency)
-    after = simulate(schedule, two_level(3, 4, **{**rates, level: faster}), 1e8).seconds
-    assert after <= before * (1 + 1e-12)
