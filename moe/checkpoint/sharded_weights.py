@@ -11,9 +11,9 @@ not read, and it writes every byte twice, in a file of each rank and in the cons
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -38,21 +38,8 @@ from moe.models.weight_files import DTYPES, remove_replaced_weights, write_weigh
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-
-class WeightsFile(NamedTuple):
-    """The layout of a safetensors file.
-
-    Attributes:
-        name: Name of the file.
-        header: Its first bytes.
-        starts: First byte of each tensor, by name.
-        size: Bytes of the whole file.
-    """
-
-    name: str
-    header: bytes
-    starts: dict[str, int]
-    size: int
+TensorPlace = tuple[Path, int]
+"""File of a tensor, and the position of its first byte."""
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -118,106 +105,78 @@ def write_model(
         OSError: When the disk is full or fails.
     """
     tensors = stored_tensors(model)
-    whole = whole_tensors(tensors, layouts)
-    parameters = {name for name, _ in model.named_parameters()}
-    files, index = plan_files(whole, max_shard_size, parameters=parameters)
 
-    def write_headers() -> None:
+    def begin() -> dict[str, TensorPlace]:
         _write_config(model, folder, sections)
-        begin_files(folder, files, index)
-
-    def write_own_parts() -> None:
-        for file in files:
-            _write_parts(folder / file.name, file, tensors, layouts, mesh)
+        buffers = tensors.keys() - {name for name, _ in model.named_parameters()}
+        return begin_weights(
+            folder, whole_tensors(tensors, layouts), max_shard_size, buffers=buffers
+        )
 
     # Files of their full size, which all ranks fill; checksums once all of them have.
-    broadcast_from_rank_zero(write_headers)
-    gather_or_raise(write_own_parts)
-    digests = gather_sha256(folder, [file.name for file in files])
+    places = broadcast_from_rank_zero(begin)
+    gather_or_raise(lambda: _write_parts(places, tensors, layouts, mesh))
+    digests = gather_sha256(folder, {path.name for path, _ in places.values()})
     broadcast_from_rank_zero(lambda: write_weight_sums(folder, digests))
 
 
-def plan_files(
-    whole: Mapping[str, Tensor],
+def begin_weights(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
     max_shard_size: int | str,
     *,
-    parameters: Container[str] | None = None,
-) -> tuple[list[WeightsFile], str | None]:
-    """Returns the layouts of the files of `save_pretrained`, and the text of their index.
-
-    The index is None for a single file.
-
-    Args:
-        whole: Tensors <any>[...] by name; they need no memory.
-        max_shard_size: Bytes of a file.
-        parameters: Names of the tensors that are parameters, not buffers; None for all of them.
-    """
-    split = split_torch_state_dict_into_shards(
-        dict(whole), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    files = []
-    for file, names in split.filename_to_tensors.items():
-        files.append(plan_file(file, {name: whole[name] for name in names}))
-    # A single file needs no index.
-    if not split.is_sharded:
-        return files, None
-
-    num_parameters = 0
-    for name, tensor in whole.items():
-        if parameters is None or name in parameters:
-            num_parameters += tensor.numel()
-    metadata = {"total_parameters": num_parameters, **split.metadata}
-    index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-    return files, json.dumps(index, indent=2, sort_keys=True) + "\n"
-
-
-def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -> None:
-    """Writes the headers of files and their index, and reserves space for the tensors.
+    buffers: Container[str] = (),
+) -> dict[str, TensorPlace]:
+    """Writes the headers and the index of `save_pretrained`'s files, and reserves space for the tensors.
 
     Weights of an earlier save are removed.
 
     Args:
         folder: Folder of the model.
-        files: Layouts of the files.
-        index: Text of the index; None for a single file.
+        tensors: <any>[...] by name; they need no memory.
+        max_shard_size: Bytes of a file.
+        buffers: Names of the tensors that are not parameters.
+
+    Returns:
+        Where each tensor belongs, by name; see `write_tensor`.
     """
-    files = list(files)
-    written = {file.name for file in files}
-    if index is not None:
-        written.add(SAFE_WEIGHTS_INDEX_NAME)
-    remove_replaced_weights(folder, written)
+    split = split_torch_state_dict_into_shards(
+        dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    index = [SAFE_WEIGHTS_INDEX_NAME] if split.is_sharded else []
+    remove_replaced_weights(folder, [*split.filename_to_tensors, *index])
 
     # A file that ends in a hole uses no disk space before it is filled.
-    for file in files:
-        with (folder / file.name).open("wb") as stream:
-            stream.write(file.header)
-            stream.truncate(file.size)
-    if index is not None:
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index, encoding="utf-8")
+    places: dict[str, TensorPlace] = {}
+    for file, names in split.filename_to_tensors.items():
+        header, starts, size = _plan_file({name: tensors[name] for name in names})
+        with (folder / file).open("wb") as stream:
+            stream.write(header)
+            stream.truncate(size)
+        for name, start in starts.items():
+            places[name] = (folder / file, start)
+
+    # A single file needs no index.
+    if split.is_sharded:
+        num_parameters = 0
+        for name, tensor in tensors.items():
+            if name not in buffers:
+                num_parameters += tensor.numel()
+        metadata = {"total_parameters": num_parameters, **split.metadata}
+        content = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+    return places
 
 
-def write_tensor(path: Path, tensor: Tensor, position: int) -> None:
-    """Writes the numbers of a tensor <any>[...] at a position of a file."""
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        _write_at(descriptor, _bytes_of(tensor), position)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the bytes of <any>[...], row by row."""
-    return memoryview(cast(Any, tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()))
-
-
-def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
+def _plan_file(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
     """Returns the layout of a safetensors file, identical to that of the safetensors library.
 
     Args:
-        name: Name of the file.
         tensors: Its tensors <any>[...] by name; they need no memory.
+
+    Returns:
+        Its first bytes, the first byte of each tensor by name, and the bytes of the whole file.
     """
     dtype_order = list(_NAMES)
 
@@ -243,84 +202,82 @@ def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     starts = {key: len(header) + offset for key, offset in offsets.items()}
-    return WeightsFile(name, header, starts, len(header) + end)
+    return header, starts, len(header) + end
 
 
 def _write_parts(
-    path: Path,
-    file: WeightsFile,
+    places: Mapping[str, TensorPlace],
     tensors: Mapping[str, Tensor],
     layouts: Mapping[str, Layout],
     mesh: Mesh | None,
 ) -> None:
-    """Writes this rank's part of every tensor of a file.
+    """Writes this rank's part of every tensor, and waits until it is on the disk.
 
     The first rank with a part writes it; rank zero writes what all ranks hold.
     """
+    for name, place in places.items():
+        part = local_shard(tensors[name].detach())
+        layout = layouts.get(name)
+        if layout is not None and mesh is not None:
+            coordinate = MeshCoordinate.of(mesh)
+            if is_first_replica(layout, mesh, coordinate):
+                slices = shard_slices(layout, mesh.config, coordinate)
+                write_tensor(part, place, slices, layout.shape)
+        elif is_rank_zero():
+            write_tensor(part, place)
+
+    for path in {path for path, _ in places.values()}:
+        flush_to_disk(path)
+
+
+def write_tensor(
+    x: Tensor,
+    place: TensorPlace,
+    slices: ShardSlices | None = None,
+    shape: Sequence[int] | None = None,
+) -> None:
+    """Writes a tensor, or a part of one, into a file that holds the whole one.
+
+    Memory mapping is not used: with it, a full disk kills the process.
+
+    Args:
+        x: <any>[...] the tensor or the part.
+        place: Where the whole tensor belongs, see `begin_weights`.
+        slices: Position of the part in the whole tensor; None for all of it.
+        shape: Shape of the whole tensor; None for that of `x`.
+
+    Raises:
+        OSError: When the disk is full or fails; names the file.
+    """
+    shape = x.shape if shape is None else shape
+    slices = whole_slices(shape) if slices is None else slices
+    assert x.numel() == math.prod(end - start for start, end in slices), (x.shape, slices)
+
+    path, start = place
+    data = memoryview(cast(Any, x.cpu().contiguous().flatten().view(torch.uint8).numpy()))
     descriptor = os.open(path, os.O_WRONLY)
     try:
-        for name, start in file.starts.items():
-            local = local_shard(tensors[name].detach())
-            layout = layouts.get(name)
-
-            # All ranks write parameters on a mesh, rank zero anything else.
-            if layout is not None and mesh is not None:
-                coordinate = MeshCoordinate.of(mesh)
-                if not is_first_replica(layout, mesh, coordinate):
-                    continue
-                shape = layout.shape
-                slices = shard_slices(layout, mesh.config, coordinate)
-            elif is_rank_zero():
-                shape = local.shape
-                slices = whole_slices(shape)
-            else:
-                continue
-
-            _write_slices(descriptor, name, local, slices, shape, start)
-        os.fsync(descriptor)
+        # The elements of a run are contiguous in the part and in the file.
+        for offset, length in contiguous_runs(slices, shape):
+            position = start + offset * x.itemsize
+            end = position + length * x.itemsize
+            while position < end:
+                written = os.pwrite(descriptor, data[: end - position], position)
+                data = data[written:]
+                position += written
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
 
-def _write_slices(
-    descriptor: int, name: str, local: Tensor, slices: ShardSlices, shape: Sequence[int], start: int
-) -> None:
-    """Writes a part of a tensor, run by run, into a file that holds the whole one.
-
-    Args:
-        descriptor: The file.
-        name: Name of the tensor.
-        local: <any>[...] the part.
-        slices: Its position in the whole tensor.
-        shape: Shape of the whole tensor.
-        start: First byte of the whole tensor in the file.
-    """
-    sizes = [end - start for start, end in slices]
-    assert local.numel() == math.prod(sizes), (
-        f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
-    )
-
-    # The elements of a run are contiguous in the part and in the file.
-    data = _bytes_of(local)
-    done = 0
-    for offset, length in contiguous_runs(slices, shape):
-        num_bytes = length * local.itemsize
-        position = start + offset * local.itemsize
-        _write_at(descriptor, data[done : done + num_bytes], position)
-        done += num_bytes
-
-
-def _write_at(descriptor: int, data: memoryview, position: int) -> None:
-    """Writes all of `data` at a position of a file.
-
-    Memory mapping is not used: with it, a full disk kills the process.
-    """
-    while data:
-        written = os.pwrite(descriptor, data, position)
-        data = data[written:]
-        position += written
+def flush_to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_config(

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from moe.checkpoint.sharded_weights import begin_files, plan_files, write_tensor
+from moe.checkpoint.sharded_weights import begin_weights, write_tensor
 from moe.checks import check, check_choice
 from moe.convert.hf_config import Family, to_hf_config
 from moe.convert.hf_weights import hf_weight_map, open_hf_checkpoint
@@ -300,21 +300,12 @@ def write_weights(
             dtype.
     """
     empty = {name: weight.empty() for name, weight in weights.items()}
-    files, index = plan_files(empty, max_shard_size)
-    begin_files(folder, files, index)
-
-    # The file of each tensor, and its first byte.
-    positions: dict[str, tuple[Path, int]] = {}
-    for file in files:
-        for name, start in file.starts.items():
-            positions[name] = (folder / file.name, start)
-
+    places = begin_weights(folder, empty, max_shard_size)
     for name, weight in tqdm(weights.items(), desc="Converting", unit="tensor"):
         tensor = weight.read()
         assert tensor.shape == weight.shape, f"{name} is {tensor.shape}, not {weight.shape}"
         check_finite(name, tensor, source)
-        path, start = positions[name]
-        write_tensor(path, tensor, start)
+        write_tensor(tensor, places[name])
 
 
 # ---------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def files(folder):
 
 class Largest(TorchDispatchMode):
     """Knows the most elements of any tensor that took memory on this rank; views of a mapped file
-    take none.
+    take none, and bytes are messages between ranks.
     """
 
     def __init__(self):
@@ -92,7 +92,7 @@ class Largest(TorchDispatchMode):
         is_view = any(returned.alias_info is not None for returned in function._schema.returns)
         for tensor in [] if is_view else tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not (
-                tensor.is_meta or isinstance(tensor, FakeTensor)
+                tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.dtype == torch.uint8
             ):
                 self.elements = max(self.elements, tensor.numel())
         return result
