@@ -8,11 +8,9 @@ steps reads them.
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
-from moe.checks import is_kind
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.errors import DataError
 from moe.files import register_folder_kind, remove_folder, whole_folder, write_text
@@ -27,33 +25,17 @@ DevEvaluation = Callable[[Path, Path], dict[str, float]]
 """Maps (folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`."""
 
 
-@dataclass(frozen=True)
-class DevScores:
-    """The dev scores of one model of a run; stored in scores.json.
-
-    Attributes:
-        step: Number of updates of the model.
-        scores: Scores in 0..100 by `TASK/METRIC`, and their `mean`.
-    """
-
-    step: int
-    scores: Mapping[str, float]
-
-    @property
-    def mean(self) -> float:
-        """Score by which the best model is chosen."""
-        return self.scores["mean"]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the content of the file."""
-        return {"step": self.step, **self.scores}
+DevScores = Mapping[str, float]
+"""Content of scores.json: scores in 0..100 of a model by `TASK/METRIC`, their `mean`, and the `step` of the model."""
 
 
-def format_scores(scores: Mapping[str, float]) -> str:
+def format_scores(scores: DevScores) -> str:
     """Returns e.g. `pairs/exact_match 61.3, pairs/f1 70.2`; with several tasks their mean, too."""
-    tasks = {name.partition("/")[0] for name in scores if name != "mean"}
-    shown = [name for name in scores if name != "mean" or len(tasks) > 1]
-    return ", ".join(f"{name} {scores[name]:.1f}" for name in shown)
+    tasks = {name.partition("/")[0] for name in scores if "/" in name}
+    left_out = {"step"} if len(tasks) > 1 else {"step", "mean"}
+    return ", ".join(
+        f"{name} {score:.1f}" for name, score in scores.items() if name not in left_out
+    )
 
 
 def score_model(
@@ -75,24 +57,22 @@ def score_model(
     # Leftovers of a model from a killed run would be mixed with the next.
     broadcast_from_rank_zero(lambda: _remove_model(candidate))
 
-    earlier = broadcast_from_rank_zero(lambda: _read_scores(scores_file, step))
-
     # A step is scored only once.
-    if earlier is None:
+    scores = broadcast_from_rank_zero(lambda: _read_scores(scores_file))
+    was_scored = scores is not None
+    if scores is None:
         export(candidate)
-        scores = DevScores(step, evaluate(candidate, scores_file.parent))
-    else:
-        scores = earlier
-    broadcast_from_rank_zero(lambda: _write_scores(scores_file, scores))
+        scores = {"step": step, **evaluate(candidate, scores_file.parent)}
+        broadcast_from_rank_zero(lambda: _write_scores(scores_file, scores))
 
     if broadcast_from_rank_zero(lambda: _is_best(folder, scores)):
         # A run that was killed before its scored model became the best no longer has the model.
-        if earlier is not None:
+        if was_scored:
             export(candidate)
         broadcast_from_rank_zero(lambda: _promote(folder, scores))
 
     broadcast_from_rank_zero(lambda: _remove_model(candidate))
-    return dict(scores.scores)
+    return {name: score for name, score in scores.items() if name != "step"}
 
 
 def remove_scores(folder: Path) -> None:
@@ -112,26 +92,22 @@ def best_and_last(folder: Path) -> tuple[DevScores, DevScores]:
     Raises:
         DataError: When there are none, or a file of them is damaged.
     """
-    scores_by_step = []
-    for path in sorted((folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}")):
-        scores = _read_scores(path)
-        if scores is not None:
-            scores_by_step.append(scores)
-
+    paths = sorted((folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}"))
+    scores_by_step = [scores for path in paths if (scores := _read_scores(path)) is not None]
     if not scores_by_step:
         raise DataError(
             f"{folder / DEV_FOLDER} holds no {SCORES_FILE}, so there is no summary of this run. Restore the folder, or "
             "train again with another --out."
         )
     # Ties go to the first, as in `score_model`.
-    best = max(scores_by_step, key=lambda scores: scores.mean)
+    best = max(scores_by_step, key=itemgetter("mean"))
     return best, scores_by_step[-1]
 
 
 def _is_best(folder: Path, scores: DevScores) -> bool:
     """Returns whether no earlier model has so high a mean."""
     best = _read_scores(folder / BEST_FOLDER / SCORES_FILE)
-    return best is None or scores.mean > best.mean or math.isnan(best.mean)
+    return best is None or scores["mean"] > best["mean"] or math.isnan(best["mean"])
 
 
 def _promote(folder: Path, scores: DevScores) -> None:
@@ -141,35 +117,24 @@ def _promote(folder: Path, scores: DevScores) -> None:
         _write_scores(partial / SCORES_FILE, scores)
 
 
-def _read_scores(path: Path, step: int | None = None) -> DevScores | None:
+def _read_scores(path: Path) -> dict[str, float] | None:
     """Returns the content of a file of scores; None when there is none.
 
-    Args:
-        path: The file.
-        step: Expected step; None for any.
-
     Raises:
-        DataError: When it is damaged, or of another step.
+        DataError: When it is damaged.
     """
     if not path.exists():
         return None
     advice = "Remove the file: --resume then scores that model again."
-    if step is None:
-        advice = "Restore the file from a copy."
-    content = read_json(path, advice=advice)
-    to_record(dict[str, float], content, where=str(path), advice=advice)
-
-    # The step is not a score.
-    saved_step = content.pop("step", None)
-    if "mean" not in content or not is_kind(saved_step, int) or step not in (None, saved_step):
-        raise DataError(
-            f"{path} holds no scores of {f'step {step}' if step else 'a step'} with their mean. {advice}"
-        )
-    return DevScores(saved_step, content)
+    scores = read_json(path, advice=advice)
+    to_record(dict[str, float], scores, where=str(path), advice=advice)
+    if not {"mean", "step"} <= scores.keys():
+        raise DataError(f"{path} holds no scores of a step with their mean. {advice}")
+    return scores
 
 
 def _write_scores(path: Path, scores: DevScores) -> None:
-    write_text(path, json.dumps(scores.to_json(), indent=1) + "\n")
+    write_text(path, json.dumps(scores, indent=1) + "\n")
 
 
 def _remove_model(folder: Path) -> None:

@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME
 
 from moe.checkpoint.sharded_weights import write_model
 from moe.distributed.collectives import broadcast_from_rank_zero, enter_on_rank_zero
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout
 from moe.distributed.verification import gather_damage
-from moe.errors import DataError
 from moe.files import whole_folder
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.parsing import read_json
 
 
 def damage_of_model(folder: Path) -> str | None:
@@ -25,31 +23,10 @@ def damage_of_model(folder: Path) -> str | None:
 
     Every rank must call it: each reads a share of the weights.
     """
-    missing = broadcast_from_rank_zero(lambda: _missing_part(folder))
-    if missing is not None:
-        return missing
+    if not broadcast_from_rank_zero((folder / CONFIG_NAME).is_file):
+        return f"{CONFIG_NAME} is missing"
     damaged = gather_damage(folder)
     return str(damaged[0]) if damaged else None
-
-
-def _missing_part(folder: Path) -> str | None:
-    """Returns which part of a model and its tokenizer is missing in a folder; None if complete."""
-
-    def has_one_of(*names: str) -> bool:
-        return any((folder / name).is_file() for name in names)
-
-    # In reading order: configuration, tokenizer, weights.
-    if not (folder / CONFIG_NAME).is_file():
-        return f"{CONFIG_NAME} is missing"
-    try:
-        read_json(folder / CONFIG_NAME)
-    except DataError:
-        return f"{CONFIG_NAME} is not JSON"
-    if not has_one_of("tokenizer.json", "spiece.model"):
-        return "the tokenizer is missing"
-    if not has_one_of(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        return f"{SAFE_WEIGHTS_NAME} is missing"
-    return None
 
 
 def save_model_on_mesh(

@@ -338,8 +338,8 @@ def best_sentence(folder: Path) -> str:
     """Returns the path of a run's best model, its dev scores, and the dev scores of the last model."""
     best, last = best_and_last(folder)
     return (
-        f"Best on dev: step {best.step:,} with {format_scores(best.scores)}, in "
-        f"{folder / BEST_FOLDER / 'model'}. Last: {format_scores(last.scores)}."
+        f"Best on dev: step {best['step']:,} with {format_scores(best)}, in "
+        f"{folder / BEST_FOLDER / 'model'}. Last: {format_scores(last)}."
     )
 
 

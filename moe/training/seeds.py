@@ -64,9 +64,7 @@ def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
     for recipe, folder in runs:
         best, last = scores[folder]
         models = {"best": str(folder / BEST_FOLDER / "model"), "last": str(folder / "model")}
-        entries.append(
-            {"seed": recipe.seed, "best": best.to_json(), "last": last.to_json(), "models": models}
-        )
+        entries.append({"seed": recipe.seed, "best": best, "last": last, "models": models})
     best_spreads = _spread_by_name([best for best, _ in scores.values()])
     last_spreads = _spread_by_name([last for _, last in scores.values()])
     content = {"note": NOTE, "runs": entries, "best": best_spreads, "last": last_spreads}
@@ -94,8 +92,10 @@ def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
 def _spread_by_name(runs: Sequence[DevScores]) -> dict[str, dict[str, float | None]]:
     """Returns the mean of each score over the runs and, of several, its standard deviation."""
     spreads = {}
-    for name in runs[0].scores:
-        values = [run.scores[name] for run in runs]
+    for name in runs[0]:
+        if name == "step":
+            continue
+        values = [run[name] for run in runs]
         stdev = statistics.stdev(values) if len(values) > 1 else None
         spreads[name] = {"mean": statistics.fmean(values), "stdev": stdev}
     return spreads
