@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moe.checkpoint.sharded_weights import stored_tensors, whole_slices
-from moe.checks import check, shown
+from moe.checks import shown
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, MeshCoordinate, ShardSlices, local_shard, shard_slices
@@ -130,9 +130,6 @@ def _unlimited_capacity(model_class: Any, source: Path | str) -> dict[str, Any]:
     settings = getattr(model_class.config_class.from_pretrained(source), "sparse_layers", None)
     if settings is None:
         return {}  # dense hosts have none
-    check(
-        isinstance(settings, Mapping), "sparse_layers", settings, "the settings of a host's layers"
-    )
     return {"sparse_layers": {**settings, "layer": {**settings.get("layer", {}), **fields}}}
 
 
@@ -197,22 +194,18 @@ def load_model_on_mesh(
             of another shape; lists them, before any memory is allocated.
         ConfigError: When experts are quantized, and there are several ranks.
     """
-    _check_is_ours(folder, "on a mesh only {} can be loaded")
+    _check_is_ours(folder, "loaded on a mesh")
     config = config or STMoEConfig.from_pretrained(folder)
     if config.expert_quantization is not None and mesh.config.num_ranks == 1:
         return load_model(folder, config=config), {}
     refuse_quantized(config, "sharded over ranks", folder)
     check_weights_together(Path(folder))
-
-    saved = open_weights(find_weight_files(folder, use_safetensors=True))
-    with torch.device("meta"):
-        model = STMoEForConditionalGeneration(config)
-    _check_weights_fit(folder, model, saved, begins_anew)
+    model, saved = _empty_model(folder, config, begins_anew)
 
     # Sharded before it has memory, so that a rank allocates only its shards.
     torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
     layouts = shard_model(model, mesh, bfloat16=bfloat16, gather=gather)
-    model.to_empty(device=local_device(mesh.device_mesh.device_type))
+    model.to_empty(device=mesh.device_mesh.device_type)
     model.tie_weights()
 
     coordinate = MeshCoordinate.of(mesh)
@@ -231,13 +224,10 @@ def load_model_on_mesh(
 
 def _load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGeneration:
     """Returns a model whose weights stay in their files."""
-    _check_is_ours(folder, "only {} can be mapped")
+    _check_is_ours(folder, "mapped")
     config = STMoEConfig.from_pretrained(folder, **fields)
     refuse_quantized(config, "mapped", folder)
-    with torch.device("meta"):
-        model = STMoEForConditionalGeneration(config)
-    saved = open_weights(find_weight_files(folder, use_safetensors=True))
-    _check_weights_fit(folder, model, saved, _no_tensor)
+    model, saved = _empty_model(folder, config, _no_tensor)
     weights = {name: tensor.read() for name, tensor in saved.items()}  # without a copy
 
     # from_pretrained converts all down projections of float16; here experts are, one at a time.
@@ -304,32 +294,27 @@ def check_model_folder(folder: Path | str) -> str:
     return model_type
 
 
-def _check_is_ours(folder: Path | str, limit: str) -> None:
-    """Raises a CheckpointError unless a folder holds a model of ours.
-
-    Args:
-        folder: The folder.
-        limit: Clause on what only a model of ours can do; {} stands for our type of model.
-    """
+def _check_is_ours(folder: Path | str, what: str) -> None:
+    """Raises a CheckpointError unless a folder holds a model of ours; `what` only such a model can be."""
     model_type = check_model_folder(folder)
     if model_type != STMoEConfig.model_type:
         raise CheckpointError(
-            f"{folder} holds a model of type {model_type!r}, but {limit.format(repr(STMoEConfig.model_type))}. Convert "
-            f"it first: stmoe convert --from {folder} --to OUT."
+            f"{folder} holds a model of type {model_type!r}, but only {STMoEConfig.model_type!r} can be {what}. "
+            f"Convert it first: stmoe convert --from {folder} --to OUT."
         )
 
 
-def _check_weights_fit(
-    folder: Path | str,
-    model: STMoEForConditionalGeneration,
-    saved: Mapping[str, LazyTensor],
-    begins_anew: Callable[[str], bool],
-) -> None:
-    """Raises unless the files hold exactly the tensors of a model, with floating-point weights.
+def _empty_model(
+    folder: Path | str, config: STMoEConfig, begins_anew: Callable[[str], bool]
+) -> tuple[STMoEForConditionalGeneration, dict[str, LazyTensor]]:
+    """Returns a model without memory, and the weights in its folder, which are exactly its tensors.
 
     Raises:
         CheckpointError: Lists what does not fit.
     """
+    saved = open_weights(find_weight_files(folder, use_safetensors=True))
+    with torch.device("meta"):
+        model = STMoEForConditionalGeneration(config)
     expected = stored_tensors(model)
     shapes = {name: tensor.shape for name, tensor in saved.items()}
 
@@ -342,13 +327,7 @@ def _check_weights_fit(
     misfits = describe_shape_misfits(shapes, expected)
     if misfits:
         raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
-
-
-def local_device(device_type: str) -> torch.device:
-    """Returns this rank's device of type `cuda` or `cpu`."""
-    if device_type == "cuda":
-        return torch.device(device_type, torch.cuda.current_device())
-    return torch.device(device_type)
+    return model, saved
 
 
 def _float_dtype(config: STMoEConfig, saved: Mapping[str, LazyTensor]) -> torch.dtype:

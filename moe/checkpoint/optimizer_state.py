@@ -12,7 +12,7 @@ from torch import nn
 from moe.checkpoint.index import read_into, read_shapes
 from moe.checkpoint.integrity import newest_whole_checkpoint
 from moe.checkpoint.run_state import load_state
-from moe.checkpoint.train_state import fresh_state, optimizer_tensors, parameter_of, set_numbers
+from moe.checkpoint.train_state import optimizer_tensors, parameter_of, prepare_state, set_numbers
 from moe.checkpoint.writer import refuse_misfits
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
@@ -69,10 +69,10 @@ def load_optimizer_state(
         )
 
     # Names and shapes are checked before the first number is read.
-    with fresh_state(model, optimizer, {parameter_of(key) for key in saved}):
-        state = optimizer_tensors(model, optimizer, layouts)
-        refuse_misfits(path, "optimizer", "Its state:", saved, state)
-        read_into(path, state)
+    prepare_state(model, optimizer, {parameter_of(key) for key in saved})
+    state = optimizer_tensors(model, optimizer, layouts)
+    refuse_misfits(path, "optimizer", saved, state)
+    read_into(path, state)
     set_numbers(model, optimizer, state)
 
 

@@ -22,74 +22,51 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class RunState(NamedTuple):
-    """The state of a run after some steps, apart from weights and the optimizer's state.
+    """The state of a run after some steps, apart from weights and the optimizer's state: the content of state.json.
 
     Attributes:
         step: Updates so far; also the position in the data.
         fingerprint: Fingerprint of the data, see `BatchSource`.
         recipe: All settings as plain values.
         products: Library used for each product on a CPU; None on an accelerator.
-    """
-
-    step: int
-    fingerprint: str
-    recipe: dict[str, Any]
-    products: ProductChoice | None = None
-
-
-class StateFile(NamedTuple):
-    """The content of state.json: the state of a run, and the sizes of the files next to it.
-
-    Attributes:
-        step: See `RunState`.
-        fingerprint: See `RunState`.
-        recipe: See `RunState`.
-        sizes: Bytes of each other file.
+        sizes: Bytes of each other file of the checkpoint; None before it is written.
         versions: Versions of the libraries, for people.
         format: See `FORMAT`.
-        products: See `RunState`.
     """
 
     step: _Count
     fingerprint: str
     recipe: dict[str, Any]
-    sizes: dict[str, _Count]
+    products: ProductChoice | None = None
+    sizes: dict[str, _Count] | None = None
     versions: dict[str, str] | None = None
     format: int = 1
-    products: ProductChoice | None = None
 
 
 def write_state(folder: Path, state: RunState) -> None:
-    """Writes state.json into a checkpoint that lacks only it and the checksums."""
+    """Writes state.json into a checkpoint that lacks only it."""
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-    content = StateFile(**state._asdict(), sizes=sizes, versions=versions, format=FORMAT)
-    values = content._asdict()
-    values["products"] = to_json(state.products)
-    text = json.dumps(values, indent=1) + "\n"
+    products = to_json(state.products)
+    content = {**state._asdict(), "products": products, "sizes": sizes, "versions": versions}
+    text = json.dumps({**content, "format": FORMAT}, indent=1) + "\n"
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
-def read_state_file(path: Path) -> StateFile:
-    """Returns the content of the state.json of the checkpoint at `path`.
+def load_state(path: Path) -> RunState:
+    """Returns the state of the run in the checkpoint at `path`.
 
     Raises:
-        CheckpointError: When it is missing, damaged, or of another version of this library.
+        CheckpointError: When state.json is missing, damaged, or of another version of this library.
     """
     file = path / STATE_FILE
     advice = "Go on from another checkpoint."
-    content = read_record(file, StateFile, advice=advice, error=CheckpointError)
-    if content.format != FORMAT:
+    state = read_record(file, RunState, advice=advice, error=CheckpointError)
+    if state.format != FORMAT:
         raise CheckpointError(
-            f"{file}: format is {content.format}; expected {FORMAT}. Use the version of this library that wrote it."
+            f"{file}: format is {state.format}; expected {FORMAT}. Use the version of this library that wrote it."
         )
-    return content
-
-
-def load_state(path: Path) -> RunState:
-    """Returns the state of the run in the checkpoint at `path`; see `read_state_file`."""
-    content = read_state_file(path)
-    return RunState(content.step, content.fingerprint, content.recipe, content.products)
+    return state
 
 
 def check_same_run(

@@ -5,9 +5,7 @@ Parameters and buffers have their own names, the optimizer's state has `optimize
 up are apart, as on a mesh; see Layout. DTensors determine the part of a tensor on a rank.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -62,41 +60,31 @@ def parameter_of(key: str) -> str:
     return key.split("/")[1] if key.startswith(OPTIMIZER) else ""
 
 
-@contextmanager
-def fresh_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]
-) -> Iterator[None]:
-    """Ensures that the optimizer has state for exactly the named parameters, as a target for
-    loading.
+def prepare_state(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> None:
+    """Ensures that the optimizer has state for exactly the named parameters, as a target for loading.
 
     Missing state is created by a step with zero gradients at rate zero, which works for every
-    optimizer and changes no weight. After an error in the block the earlier state is restored.
+    optimizer and changes no weight. Gradients are removed.
     """
-    parameters = dict(model.named_parameters())
-    earlier: dict[Tensor, Any] = {}
-    for parameter in parameters.values():
-        if parameter in optimizer.state:
-            earlier[parameter] = optimizer.state[parameter]
-
-    # Parameters that need state and have none yet.
-    without_state = set()
-    for name, parameter in parameters.items():
-        if name in names and not earlier.get(parameter):
-            without_state.add(parameter)
-    if without_state:
-        _take_empty_step(optimizer, without_state)
-
-    # Parameters with unexpected state.
-    for name, parameter in parameters.items():
+    without_state: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
         if name not in names:
             optimizer.state.pop(parameter, None)
-    try:
-        yield
-    except BaseException:
-        for parameter in parameters.values():
-            optimizer.state.pop(parameter, None)
-        optimizer.state.update(earlier)
-        raise
+        elif not optimizer.state.get(parameter):
+            without_state.append(parameter)
+    if not without_state:
+        return
+
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.zero_grad()
+    for parameter in without_state:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def set_numbers(
@@ -140,38 +128,15 @@ def load_live_state(
     """
     weights = model_tensors(model, layouts)
     with_state = {parameter_of(name) for name in state if name.startswith(OPTIMIZER)}
-    with fresh_state(model, optimizer, with_state):
-        numbers = optimizer_tensors(model, optimizer, layouts)
-        targets = {**weights, **numbers}
-        assert targets.keys() == state.keys(), "groups of one recipe have the same tensors"
-        for name, target in targets.items():
-            local_shard(target).copy_(state[name])
+    prepare_state(model, optimizer, with_state)
+    numbers = optimizer_tensors(model, optimizer, layouts)
+    targets = {**weights, **numbers}
+    assert targets.keys() == state.keys(), "groups of one recipe have the same tensors"
+    for name, target in targets.items():
+        local_shard(target).copy_(state[name])
     set_numbers(model, optimizer, numbers)
 
 
 def _unpack(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Returns <any>[...] in its shape on a mesh, gate and up apart; a view."""
     return x if tuple(x.shape) == shape else x.view(shape)
-
-
-def _take_empty_step(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
-    """Takes a step with zero gradients at rate zero for these parameters only."""
-    # Save gradients and rates to restore them afterwards.
-    grads: dict[nn.Parameter, Tensor | None] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grads[parameter] = parameter.grad
-    rates = [group["lr"] for group in optimizer.param_groups]
-
-    # Zero gradients for these, none for the others, and a rate of zero: no weight changes.
-    for parameter in grads:
-        parameter.grad = torch.zeros_like(parameter) if parameter in parameters else None
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    try:
-        optimizer.step()
-    finally:
-        for parameter, grad in grads.items():
-            parameter.grad = grad
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.checkpoint.loading import load_model, load_model_on_mesh, local_device
+from moe.checkpoint.loading import load_model, load_model_on_mesh
 from moe.checks import check_field_types, check_number
 from moe.checksums import model_fingerprint
 from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
@@ -89,7 +89,7 @@ def load_teacher(
     config = teacher_config(folder)
     if mesh is not None:
         return load_model_on_mesh(folder, mesh, config=config)[0]
-    return load_model(folder, device=local_device(device_type), config=config)
+    return load_model(folder, device=device_type, config=config)
 
 
 @torch.no_grad()

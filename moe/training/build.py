@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from moe.checkpoint.loading import check_model_folder, load_model, load_model_on_mesh, local_device
+from moe.checkpoint.loading import check_model_folder, load_model, load_model_on_mesh
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.mesh import Mesh, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, MeshCoordinate
@@ -144,14 +144,15 @@ def build_model(
         else:
             coordinate = MeshCoordinate.of(mesh)
             layouts = shard_model(model, mesh, bfloat16=bfloat16)
-        model.to_empty(device=local_device(device_type))
+        model.to_empty(device=device_type)
         model.tie_weights()
         draw_weights(model, recipe.seed, layouts, launched, coordinate)
     else:
         begins_anew = _state_of_changed_routers(STMoEConfig.from_pretrained(pretrained), config)
         if mesh is None:
-            device = local_device(device_type)
-            model = load_model(pretrained, device=device, config=config, begins_anew=begins_anew)
+            model = load_model(
+                pretrained, device=device_type, config=config, begins_anew=begins_anew
+            )
             layouts = model_layouts(model, config, launched)
         else:
             model, layouts = load_model_on_mesh(

@@ -14,7 +14,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -23,9 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe import CheckpointError
 from moe.checkpoint.index import read_index, read_into, read_shapes
-from moe.checkpoint.integrity import visible_damage
-from moe.checkpoint.optimizer_state import load_optimizer_state
-from tests.training.tiny_checkpoints import layouts, load, save, trained
+from tests.training.tiny_checkpoints import load, save, trained
 
 
 class Calls:
@@ -72,38 +69,16 @@ def resume():
 
 def test_an_index_that_would_run_code_is_refused_by_name_and_nothing_runs(path, tmp_path, resume):
     trace = tmp_path / "ran"
-    readers = (resume, read_shapes, lambda path: read_into(path, {"x": torch.zeros(3)}))
     for function, arguments in (
         (os.system, (f"touch {trace}",)),
-        (Path.touch, (trace,)),
         (exec, (f"open({str(trace)!r}, 'w')",)),
-        (eval, (f"open({str(trace)!r}, 'w')",)),
-        (open, (str(trace), "w")),
-        (torch.save, (1, str(trace))),
         (torch.load, (str(trace),)),
     ):
         replace_index(path, pickle.dumps(Calls(function, *arguments)))
-        for read in readers:
+        for read in (resume, lambda path: read_into(path, {"x": torch.zeros(3)})):
             text = refused(lambda read=read: read(path))
-            assert f".{function.__qualname__}" in text or f"{function.__name__}" in text
-            assert "never occurs in the index of a checkpoint" in text
+            assert f".{function.__name__}, which never occurs in the index of a checkpoint" in text
             assert not trace.exists()
-
-
-def test_slots_of_an_earlier_run_are_read_without_running_code(path, tmp_path):
-    trace = tmp_path / "ran"
-    replace_index(path, pickle.dumps(Calls(os.system, f"touch {trace}")))
-    model, optimizer = trained()
-    state_file = path / "state.json"
-    recipe = {"training": {"steps": 1}, "optim": {"optimizer": "adafactor"}}
-    state = {"step": 1, "fingerprint": "x", "format": 2, "recipe": recipe, "sizes": {}}
-    state_file.write_text(json.dumps(state))
-    assert visible_damage(path) is None
-    text = refused(
-        lambda: load_optimizer_state(path.parent, model, optimizer, layouts(model), "adafactor")
-    )
-    assert "system, which never occurs in the index" in text
-    assert not trace.exists()
 
 
 def test_code_inside_an_entry_of_bytes_is_refused(path, tmp_path, resume):
@@ -147,53 +122,26 @@ def first_place(index):
 
 ODDITIES = {
     "a shard elsewhere": (lambda index: setattr(first_place(index), "relative_path", "../../secret"), "secret"),
-    "an encoded shard": (
-        lambda index: setattr(first_place(index), "transform_descriptors", ["zstd"]),
-        "not a plain file",
-    ),
-    "a negative offset": (lambda index: setattr(first_place(index), "offset", -1), "-1"),
     "an entry that is none": (lambda index: index.state_dict_metadata.update(x=None), "x is not a tensor"),
-    "no entries": (lambda index: setattr(index, "state_dict_metadata", None), "AttributeError"),
-    "a shape that is text": (
-        lambda index: setattr(next(iter(index.state_dict_metadata.values())), "size", "abc"),
-        "abc",
-    ),
+    "no places": (lambda index: setattr(index, "storage_data", None), "AttributeError"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("edit", "message"), ODDITIES.values(), ids=ODDITIES)
 def test_an_index_that_says_odd_things_is_one_message(path, resume, edit, message):
     change(path, edit)
-    text = refused(lambda: resume(path))
-    assert "the checkpoint is incomplete" in text
-    assert message in text
-
-
-def test_an_absurd_size_is_refused_before_memory_is_taken(path, resume):
-    def edit(index):
-        size = torch.Size([2**40, 2**20])
-        chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
-        index.state_dict_metadata["lm_head.weight"] = TensorStorageMetadata(
-            TensorProperties(), size, [chunk]
-        )
-
-    change(path, edit)
-    text = refused(lambda: resume(path))
-    assert "of another shape: lm_head.weight (1099511627776, 1048576)" in text
-
-
-def torn(content):
-    """Yields contents that are no pickle of an index."""
-    yield from (b"", b"\x80\x05", b"N.", b"(" * 10_000)
-    yield pickle.dumps({"a": 1})
-    yield pickle.dumps(Metadata)
-    for number in range(1, 12):
-        yield content[: len(content) * number // 12]
+    assert message in refused(lambda: resume(path))
 
 
 def test_an_index_that_is_torn_is_one_message(path):
     whole = (path / ".metadata").read_bytes()
-    for content in torn(whole):
+    for content in (
+        b"",
+        b"(" * 10_000,
+        pickle.dumps({"a": 1}),
+        whole[:-1],
+        whole[: len(whole) // 2],
+    ):
         (path / ".metadata").write_bytes(content)
         assert "step_00000001" in refused(lambda: read_index(path)), content[:40]
 

@@ -1,47 +1,33 @@
 """Damaged checkpoints: named, passed over, never loaded, and never a reason to lose what is whole."""
 
-import json
 import os
+import re
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from moe import CheckpointError
-from moe.checkpoint.integrity import newest_whole_checkpoint, visible_damage
+from moe.checkpoint.integrity import newest_whole_checkpoint
 from moe.checkpoint.writer import CheckpointWriter
 from moe.files import remove_folder
 from tests.training.tiny_checkpoints import content_of, layouts, save, state, trained
-
-
-def change_state(path, **changes):
-    """Writes other values into state.json, None for no such field."""
-    content = {**json.loads((path / "state.json").read_text()), **changes}
-    content = {name: value for name, value in content.items() if value is not None}
-    (path / "state.json").write_text(json.dumps(content))
 
 
 def shorten(file):
     file.write_bytes(file.read_bytes()[:-9])
 
 
-def replace_by_a_file(path):
-    shutil.rmtree(path)
-    path.write_text("no folder")
+def set_format(path):
+    file = path / "state.json"
+    file.write_text(file.read_text().replace('"format": 2', '"format": 99'))
 
 
 DAMAGES = {
-    "a short shard": (lambda path: shorten(path / "__0_0.distcp"), "__0_0.distcp has "),
-    "a missing shard": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "no index": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
-    "no state": (lambda path: (path / "state.json").unlink(), "state.json cannot be read: No such file"),
-    "a torn state": (lambda path: shorten(path / "state.json"), ""),
-    "another step": (lambda path: change_state(path, step=21), "state.json says step 21, and its folder is"),
-    "no sizes": (lambda path: change_state(path, sizes=None), "state.json sizes is missing"),
-    "a later format": (lambda path: change_state(path, format=99), "state.json format is 99"),
-    "no folder": (replace_by_a_file, "step_00000020 is not a folder"),
+    "a short shard": (lambda path: shorten(path / "__0_0.distcp"), "__0_0.distcp has .* instead of"),
+    "a missing shard": (lambda path: (path / "__0_0.distcp").unlink(), "No such file.*__0_0.distcp"),
+    "no state": (lambda path: (path / "state.json").unlink(), "state.json cannot be read: No such"),
+    "a later format": (set_format, "state.json: format is 99"),
 }  # fmt: skip
 
 
@@ -64,9 +50,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert newest_whole_checkpoint(folder, advice="") == folder / "step_00000010"
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"step_00000020 is damaged: {message}" in said
-    assert "Going on from the newest whole one, step_00000010." in said
-    assert "\0" not in said
+    assert "warning: going on from step_00000010" in said
+    assert re.search(f"step_00000020 is damaged: .*{message}", said)
 
 
 def test_when_all_are_damaged_they_are_listed_and_nothing_changes(
@@ -80,9 +65,10 @@ def test_when_all_are_damaged_they_are_listed_and_nothing_changes(
     with pytest.raises(CheckpointError) as raised:
         newest_whole_checkpoint(folder, advice="Do this.")
     text = str(raised.value)
-    assert f"Every checkpoint in {folder} is damaged (step_00000020: state.json cannot be" in text
-    assert "; step_00000010: __0_0.distcp has " in text
-    assert text.endswith("Nothing was changed. Do this.")
+    assert f"Every checkpoint in {folder} is damaged. Nothing was changed. Do this. (" in text
+    assert re.search(
+        r"step_00000020 is damaged: .*step_00000010 is damaged: __0_0.distcp has ", text
+    )
     assert content_of(folder) == before
     assert capsys.readouterr().err == ""
 
@@ -92,18 +78,6 @@ def test_there_are_no_checkpoints_before_the_first(tmp_path):
     (tmp_path / "step_of_another").mkdir()
     assert newest_whole_checkpoint(tmp_path, advice="") is None
     assert newest_whole_checkpoint(tmp_path / "none", advice="") is None
-
-
-def test_a_rank_that_had_nothing_to_write_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
-    write = FileSystemWriter.write_data
-
-    def write_beside_an_idle_rank(self, plan, planner):
-        (Path(self.path) / "__1_0.distcp").touch()
-        return write(self, plan, planner)
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", write_beside_an_idle_rank)
-    path = save(tmp_path, 7)[2]
-    assert visible_damage(path) is None
 
 
 # ---- the next saves ----
@@ -132,14 +106,6 @@ def test_damaged_checkpoints_do_not_count_among_those_that_stay(two_checkpoints,
     assert names_below(folder) == ["step_00000020", "step_00000025"]
 
 
-def test_what_an_earlier_version_left_of_a_removed_checkpoint_blocks_nothing(tmp_path):
-    path = save(tmp_path, 7)[2]
-    for name in ("state.json", ".metadata"):
-        (path / name).unlink()
-    save_at(tmp_path, 7, keep=2)
-    assert visible_damage(path) is None
-
-
 def test_what_is_no_checkpoint_is_never_removed(tmp_path):
     for name in ("step_00000001", "step_of_mine"):
         (tmp_path / name).mkdir()
@@ -149,15 +115,14 @@ def test_what_is_no_checkpoint_is_never_removed(tmp_path):
     assert (tmp_path / "step_00000001" / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("after_files", [0, 2, 5])  # the last is the marker of the work folder
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_is_broken(
-    two_checkpoints, tmp_path, after_files
+    two_checkpoints, tmp_path
 ):
     folder = tmp_path / "checkpoints"
     shutil.copytree(two_checkpoints, folder)
     child = os.fork()
     if child == 0:  # removes as the background thread does, and dies in the middle of it
-        unlinked = iter(range(after_files))
+        unlinked = iter(range(2))
         remove = os.unlink
 
         def unlink(*arguments, **options):
@@ -169,18 +134,9 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_is_broken(
         remove_folder(folder / "step_00000010")
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) == (after_files < 5)
+    assert os.WIFSIGNALED(status)
 
     assert newest_whole_checkpoint(folder, advice="") == folder / "step_00000020"
     with CheckpointWriter(folder, keep=2):
         pass
     assert names_below(folder) == ["step_00000020"]
-
-
-def test_a_removed_checkpoint_is_hidden_before_a_file_of_it_goes(tmp_path, monkeypatch):
-    save_at(tmp_path, 7, keep=1)
-    removed = []
-    monkeypatch.setattr("moe.files.shutil.rmtree", lambda path, **_: removed.append(path))
-    save_at(tmp_path, 14, keep=1)
-    names = [path.name.split(".")[1] for path in removed if path.name.endswith(".partial")]
-    assert set(names) >= {"step_00000007"}
