@@ -6,6 +6,7 @@ other than a CPU, which has cpu_experts.py.
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -29,14 +30,14 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Returns:
         <float>[N, O].
     """
+    ends = counts.cumsum(0, dtype=torch.int32)  # where the rows of each expert end
     is_compiling = torch.compiler.is_compiling() or x.is_meta
-    if not _is_one_call(x, weight):
-        return _grouped_linear_op(x, weight, counts) if is_compiling else _loop(x, weight, counts)
+    is_one_call = _is_one_call(x, weight)
 
     # torch traces grouped products of bfloat16 alone; others are an operation of ours in a graph.
-    if is_compiling and x.dtype != torch.bfloat16:
-        return _grouped_linear_op(x, weight, counts)
-    return _GroupedLinear.apply(x, weight, _row_ends(counts))
+    if is_compiling and not (is_one_call and x.dtype == torch.bfloat16):
+        return _grouped_linear_op(x, weight, ends)
+    return _GroupedLinear.apply(x, weight, ends) if is_one_call else _loop(x, weight, ends)
 
 
 def _is_one_call(x: Tensor, weight: Tensor) -> bool:
@@ -46,53 +47,40 @@ def _is_one_call(x: Tensor, weight: Tensor) -> bool:
     return x.dtype != torch.float64 and is_aligned
 
 
-def _row_ends(counts: Tensor) -> Tensor:
-    """Returns <int32>[E] where the rows of each expert end."""
-    return counts.cumsum(0, dtype=torch.int32)
-
-
-def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Returns the products one expert after the other, which waits for the counts."""
+def _loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Returns the products one expert after the other, which waits for the ends."""
     products = []
-    *rows_by_expert, rest = _split_rows(x, counts)
+    *rows_by_expert, rest = _split_rows(x, ends)
     for rows, expert_weight in zip(rows_by_expert, weight.unbind(), strict=True):
         products.append(F.linear(rows, expert_weight))
     return torch.cat([*products, rest.new_zeros(rest.shape[0], weight.shape[1])])
 
 
-def _split_rows(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+def _split_rows(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     """Returns the rows <float>[n, I] of each expert, and the unused rows after them."""
-    sizes = counts.tolist()
-    return x.split([*sizes, x.shape[0] - sum(sizes)])
+    return x.split(np.diff(ends.tolist(), prepend=0, append=x.shape[0]).tolist())
 
 
-def _gradients(
-    d_product: Tensor, x: Tensor, weight: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns dx <float>[N, I] and dW <float>[E, O, I] of y = x W^T, both within each expert."""
+def _input_gradient(d_product: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Returns dx <float>[N, I] = dy W of y = x W^T, within each expert."""
+    if _is_one_call(d_product, weight) and d_product.shape[0]:
+        return F.grouped_mm(d_product, weight, offs=ends)
+    return _loop(d_product, rearrange(weight, "e o i -> e i o"), ends)
+
+
+def _weight_gradient(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Returns dW <float>[E, O, I] = dy^T x of y = x W^T, within each expert."""
     if not x.shape[0]:
-        return torch.zeros_like(x), torch.zeros_like(weight)
+        return torch.zeros_like(weight)
     if _is_one_call(x, weight):
-        return _gradients_in_one_call(d_product, x, weight, _row_ends(counts))
+        return F.grouped_mm(rearrange(d_product, "n o -> o n"), x, offs=ends)
 
-    # dx = dy W and dW = dy^T x.
     d_weights = []
-    *d_product_by_expert, _ = _split_rows(d_product, counts)
-    *rows_by_expert, _ = _split_rows(x, counts)
+    *d_product_by_expert, _ = _split_rows(d_product, ends)
+    *rows_by_expert, _ = _split_rows(x, ends)
     for d_rows, rows in zip(d_product_by_expert, rows_by_expert, strict=True):
         d_weights.append(d_rows.t() @ rows)
-    d_x = _loop(d_product, rearrange(weight, "e o i -> e i o"), counts)
-    return d_x, torch.stack(d_weights)
-
-
-def _gradients_in_one_call(
-    d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Same as `_gradients`, by grouped products."""
-    d_product = d_product.contiguous()
-    d_x = F.grouped_mm(d_product, weight, offs=ends)
-    d_weight = F.grouped_mm(rearrange(d_product, "n o -> o n"), x, offs=ends)
-    return d_x, d_weight
+    return torch.stack(d_weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -107,50 +95,66 @@ class _GroupedLinear(torch.autograd.Function):
     @first_order_only
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        x, weight, ends = ctx.saved_tensors
-        if not x.shape[0]:
-            return torch.zeros_like(x), torch.zeros_like(weight), None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        return _gradients(ctx, grad_outputs[0], _input_gradient, _weight_gradient)
 
-        return *_gradients_in_one_call(grad_outputs[0], x, weight, ends), None
+
+def _gradients(
+    ctx: Any, d_product: Tensor, input_gradient: Any, weight_gradient: Any
+) -> tuple[Tensor | None, Tensor | None, None]:
+    """Returns those of dx and dW that are needed; frozen experts need no dW."""
+    x, weight, ends = ctx.saved_tensors
+    d_product = d_product.contiguous()
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    d_x = input_gradient(d_product, weight, ends) if needs_x else None
+    d_weight = weight_gradient(d_product, x, weight, ends) if needs_weight else None
+    return d_x, d_weight, None
 
 
 # ---- in compiled graphs ----
 
 
 @torch.library.custom_op("moe::grouped_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _grouped_linear_op(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return grouped_linear(x, weight, counts)
+def _grouped_linear_op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    is_one_call = _is_one_call(x, weight)
+    return _GroupedLinear.apply(x, weight, ends) if is_one_call else _loop(x, weight, ends)
 
 
 @_grouped_linear_op.register_fake
-def _fake_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _fake_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op(
-    "moe::grouped_linear_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+    "moe::grouped_linear_input_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
-def _gradients_op(
-    d_product: Tensor, x: Tensor, weight: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    return _gradients(d_product, x, weight, counts)
+def _input_gradient_op(d_product: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _input_gradient(d_product, weight, ends)
 
 
-@_gradients_op.register_fake
-def _fake_gradients(
-    d_product: Tensor, x: Tensor, weight: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+@_input_gradient_op.register_fake
+def _fake_input_gradient(d_product: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return d_product.new_empty(d_product.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op(
+    "moe::grouped_linear_weight_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def _weight_gradient_op(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _weight_gradient(d_product, x, weight, ends)
+
+
+@_weight_gradient_op.register_fake
+def _fake_weight_gradient(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return torch.empty_like(weight)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor, None]:
-    d_x, d_weight = _gradients_op(d_product, *ctx.saved_tensors)
-    return d_x, d_weight, None
+def _backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    return _gradients(ctx, d_product, _input_gradient_op, _weight_gradient_op)
 
 
 _grouped_linear_op.register_autograd(_backward, setup_context=_save_for_backward)

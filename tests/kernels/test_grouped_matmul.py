@@ -4,6 +4,7 @@ experts.
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.grouped_matmul import grouped_linear
@@ -84,3 +85,32 @@ def test_second_derivatives_of_grouped_products_are_refused():
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="gradients of gradients"):
         gradient.sum().backward()
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts the products of rows and weights inside the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        self.count += name.startswith(("aten._grouped_mm", "aten.grouped_mm", "moe.grouped_linear"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch's compiler
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_that_is_not_needed_is_not_computed(dtype, compiled):
+    run = torch.compile(grouped_linear, backend="aot_eager") if compiled else grouped_linear
+    counts = torch.tensor([4, 0, 9])
+    for needs_x, needs_weight in ((True, True), (True, False), (False, True)):
+        x = torch.randn(13, 16, dtype=dtype, requires_grad=needs_x)
+        weight = torch.randn(3, 8, 16, dtype=dtype, requires_grad=needs_weight)
+        y = run(x, weight, counts)
+        with CountedProducts() as products:
+            y.sum().backward()
+        assert products.count == needs_x + needs_weight
+        assert (x.grad is not None, weight.grad is not None) == (needs_x, needs_weight)
