@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.data.corpus import load_corpus
-from moe.data.overlap import measure_overlap
 from stmoe_eval.answers.predict import Predicted
+from stmoe_eval.reports.overlap import measure_overlap
 from stmoe_eval.reports.records import CleanScores, Contamination
 from stmoe_eval.reports.task_summary import TaskExamples, score_system
 

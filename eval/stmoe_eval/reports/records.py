@@ -10,13 +10,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from moe.data.overlap import SplitOverlap
 from stmoe_eval.answers.cost import Cost, Timing
 from stmoe_eval.answers.inference import AS_SAVED, Inference, identity
 from stmoe_eval.answers.likelihood import Scoring
 from stmoe_eval.answers.predict import RouterSummary
 from stmoe_eval.answers.predictions_file import Stack
 from stmoe_eval.baselines.data import BaselineSettings
+from stmoe_eval.reports.overlap import SplitOverlap
 from stmoe_eval.scores.calibration import Calibration
 from stmoe_eval.scores.intervals import Score
 from stmoe_eval.scores.pairing import MetricComparison

@@ -1,6 +1,6 @@
 """How much of a test set occurs in a text: n-grams, runs of n words, that both contain.
 
-Comes after `documents`. Words are compared without case and punctuation. A text is read once, one
+Comes before `contamination`. Words are compared without case and punctuation. A text is read once, one
 part at a time; memory grows with the test set only.
 
 Source:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moe.data.overlap import SHORTEST, SplitOverlap, measure_overlap
+from stmoe_eval.reports.overlap import SHORTEST, SplitOverlap, measure_overlap
 
 ALPHABET = [f"w{number}" for number in range(5)]
 """So few words that many n-grams are shared."""
