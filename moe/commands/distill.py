@@ -201,7 +201,7 @@ def build_pairs_run(
     recipe: DistillPairsRecipe, arguments: Namespace, out: Path, world: World
 ) -> Run:
     """Returns the run of the student on pairs, without its teacher."""
-    data = finetune.read_own_pairs(recipe, arguments, arguments.teacher, world)
+    data = finetune.read_own_pairs(recipe, arguments, world)
     data_recipe = dataclasses.replace(recipe.data, pack=False)
     unpacked_recipe = dataclasses.replace(recipe, data=data_recipe)
     tokenizer = load_tokenizer(arguments.teacher)

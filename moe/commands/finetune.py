@@ -22,10 +22,8 @@ from moe.checkpoint.best_model import BEST_FOLDER, DevEvaluation, best_and_last,
 from moe.checks import check_number
 from moe.cli import path
 from moe.data.batches_ahead import default_workers
-from moe.data.blocks import open_blocks
 from moe.data.mixture import build_source, choose_examples, format_choice
 from moe.data.pair_files import COLUMNS, LEAST_PAIRS, Pair, hold_out, num_shared_inputs, read_pairs
-from moe.data.pair_stream import PairStream, StreamedPairSource
 from moe.data.pipeline import BatchSource, PairSource
 from moe.data.rows import parse_columns
 from moe.data.tokenizer import SpecialIds, load_tokenizer
@@ -63,14 +61,12 @@ class FinetuningData(NamedTuple):
         build_dev_scorer: Returns the function that scores a model on the validation splits, given
             the ranks of a run, the sizes of its mesh and the mesh. None where nothing is scored.
         own_dev: The user's own pairs that are scored; None for tasks.
-        stream: Pairs to train on that are larger than memory, instead of `train`.
     """
 
     train: dict[str, list[tuple[str, str]]]
     dev_pairs: Sequence[tuple[str, str]] = ()
     build_dev_scorer: Callable[[World, MeshConfig, Mesh | None], DevEvaluation | None] | None = None
     own_dev: Sequence[Pair] | None = None
-    stream: PairStream | None = None
 
 
 def build_run(
@@ -126,12 +122,8 @@ def build_run(
 def build_training_source(
     recipe: FinetuneRecipe, data: FinetuningData, tokenizer: PreTrainedTokenizerFast
 ) -> BatchSource:
-    """Returns the batches of training pairs, in memory or streamed."""
+    """Returns the batches of training pairs."""
     settings = _row_settings(recipe)
-    if data.stream is not None:
-        del settings["sentinels"]  # they are part of the stream's tokens
-        return StreamedPairSource(data.stream, **settings)
-
     mixture = recipe.mixture
     train_pairs = {}
     for name, pairs in data.train.items():
@@ -209,12 +201,7 @@ def read_data(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> Fin
     """
     mixture = recipe.mixture
     if not mixture.tasks:
-        return read_own_pairs(recipe, arguments, arguments.pretrained, world)
-    if recipe.data.stream:
-        raise ConfigError(
-            "data.stream cannot be combined with tasks. Give your own pairs by --train, or leave it out."
-        )
-
+        return read_own_pairs(recipe, arguments, world)
     for name in ("dev", "dev_share", "columns"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
@@ -224,34 +211,24 @@ def read_data(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> Fin
     return load_entry_point("stmoe.tasks", "read_mixture")(mixture)
 
 
-def read_own_pairs(
-    recipe: FinetuneRecipe, arguments: Namespace, model: Path, world: World
-) -> FinetuningData:
+def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> FinetuningData:
     """Returns the user's own pairs, and prints how many are scored and by which metrics.
 
     Args:
         recipe: Says how the pairs are read.
         arguments: Values of the options of `add_pair_options`.
-        model: Folder whose tokenizer a stream needs.
         world: The ranks.
     """
-    stream: PairStream | None = None
-    if recipe.data.stream:
-        stream, dev = open_stream(recipe, arguments, model)
-        train: list[Pair] = []
-        world.print_on_rank_zero(f"{arguments.train} is read as a stream.")
-    else:
-        train, dev = split_pairs(arguments)
+    train, dev = split_pairs(arguments)
     source = arguments.dev or f"held out of {arguments.train}"
-    if train and not recipe.data.pack:
+    if not recipe.data.pack:
         training = recipe.training
         num_epochs = training.steps * training.batch_size / len(train)
         world.print_on_rank_zero(
             f"{training.steps:,} steps of {training.batch_size} pairs: {num_epochs:.1f} epochs."
         )
     if not dev:
-        number = "Pairs" if stream else f"{len(train):,} pairs"
-        world.print_on_rank_zero(f"{number}, none held out: the run has no dev scores.")
+        world.print_on_rank_zero(f"{len(train):,} pairs, none held out: the run has no dev scores.")
 
     # Pairs that the model could answer from memory.
     num_shared = num_shared_inputs(train, dev)
@@ -267,11 +244,11 @@ def read_own_pairs(
         )
 
     # Dev pairs that are answered at every evaluation.
-    texts = {} if stream else {"pairs": [pair.texts for pair in train]}
+    texts = {"pairs": [pair.texts for pair in train]}
     dev_texts = [pair.texts for pair in dev]
     scored = choose_examples(dev, recipe.mixture.dev_examples, seed=0)
     if not scored:
-        return FinetuningData(texts, dev_texts, stream=stream)
+        return FinetuningData(texts, dev_texts)
     metrics = scorers_for([pair.targets for pair in scored])[1]
     world.print_on_rank_zero(
         f"Dev scores: {len(scored):,} of {len(dev):,} pairs {source}, by {metrics}."
@@ -282,37 +259,7 @@ def read_own_pairs(
     ) -> DevEvaluation | None:
         return dev_scorer(scored, recipe.data.inputs_length, mesh, world.device_type)
 
-    return FinetuningData(texts, dev_texts, build_dev_scorer, scored, stream)
-
-
-def open_stream(
-    recipe: FinetuneRecipe, arguments: Namespace, model: Path
-) -> tuple[PairStream, list[Pair]]:
-    """Returns the pairs to train on as a stream, and those to score: of --dev, or the first ones.
-
-    Raises:
-        ConfigError: When a share of the pairs should be held out, which requires reading all of them.
-    """
-    if arguments.dev_share:
-        raise ConfigError(
-            f"--dev_share {arguments.dev_share:g} cannot be combined with data.stream: the first block is held out. "
-            "Leave it out, or give --dev."
-        )
-    data = recipe.data
-    names = parse_columns(arguments.columns or [], COLUMNS)
-    columns = {name: names.get(name, name) for name in ("inputs", "targets")}
-    stream = PairStream(
-        open_blocks(arguments.train, list(columns.values())),
-        load_tokenizer(model),
-        cache_folder(),
-        columns=columns,
-        lengths=(data.inputs_length, data.targets_length),
-        sentinels=data.sentinels,
-    )
-    if arguments.dev is not None:
-        return stream, read_pairs(arguments.dev, names)
-    held_out = stream.held_out()
-    return stream, held_out if arguments.dev_share is None else []
+    return FinetuningData(texts, dev_texts, build_dev_scorer, scored)
 
 
 def split_pairs(arguments: Namespace) -> tuple[list[Pair], list[Pair]]:

@@ -149,7 +149,7 @@ def open_text(
     held_out: list[NDArray[np.int32]] = []
     for source in corpora:
         if source in streamed:
-            blocks = open_blocks(source, [column])
+            blocks = open_blocks(source, column)
             stream = TokenStream(blocks, tokenizer, cache_folder(), column=column)
             texts.append(stream)
             held_out.append(stream.held_out())

@@ -63,20 +63,20 @@ class Blocks(NamedTuple):
     shards: list[range] | None
 
 
-def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
+def open_blocks(source: Path, column: str) -> Blocks:
     """Returns the blocks of a table larger than memory.
 
     Args:
         source: A Parquet or JSONL file or a folder of them, a dataset that `datasets` saved
             (`FOLDER` or `FOLDER:SPLIT`), the name of one on the hub (`NAME:CONFIG:SPLIT`, which is
             streamed), or other files as `read_files` reads them. See `files_of` for splits of folders.
-        columns: Columns that are needed; for files of text one, which holds the text.
+        column: Column of the texts; files of text have one, whatever its name.
 
     Raises:
         DataError: When there is no such source.
     """
     if is_hub_name(source):
-        return stream_blocks(load_from_hub(str(source), streaming=True), str(source), columns)
+        return stream_blocks(load_from_hub(str(source), streaming=True), str(source), column)
     folder = parse_folder(source)
     is_files = not folder.is_saved if folder else suffix_of(source) in SUFFIXES
     if not is_files:
@@ -84,7 +84,7 @@ def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
             f"Give a file or folder of {', '.join(SUFFIXES)}, a dataset saved by `datasets`, or, to pre-train, a "
             "corpus that `stmoe corpus` made."
         )
-        return _dataset_blocks(load_saved_dataset(source, advice=advice), str(source), columns)
+        return _dataset_blocks(load_saved_dataset(source, advice=advice), str(source), column)
 
     files = files_of(source)
     if not files:
@@ -94,13 +94,13 @@ def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
         )
     suffixes = {file.suffix.lower() for file in files}
     if suffixes == {PARQUET}:
-        return _parquet_blocks(files, columns)
+        return _parquet_blocks(files, column)
     if suffixes == {".jsonl"}:
         return _jsonl_blocks(files)
-    return _file_blocks(files, columns)
+    return _file_blocks(files, column)
 
 
-def _parquet_blocks(files: Sequence[Path], columns: Sequence[str]) -> Blocks:
+def _parquet_blocks(files: Sequence[Path], column: str) -> Blocks:
     """Returns blocks of the row groups of Parquet files: each row group is a shard.
 
     Raises:
@@ -112,7 +112,7 @@ def _parquet_blocks(files: Sequence[Path], columns: Sequence[str]) -> Blocks:
     group_rows: list[int] = []
     for file in files:
         first_row = 0
-        for group, num_rows in enumerate(_rows_of_groups(file, columns)):
+        for group, num_rows in enumerate(_rows_of_groups(file, column)):
             if num_rows:
                 groups.append((file, group, first_row))
                 group_rows.append(num_rows)
@@ -126,7 +126,7 @@ def _parquet_blocks(files: Sequence[Path], columns: Sequence[str]) -> Blocks:
     def read_group(file: Path, group: int) -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(file) as table:
             yield from table.iter_batches(
-                block_rows, row_groups=[group], columns=list(columns), use_threads=False
+                block_rows, row_groups=[group], columns=[column], use_threads=False
             )
 
     def read(block: int) -> Iterator[BlockRow]:
@@ -176,14 +176,14 @@ def _jsonl_blocks(files: Sequence[Path]) -> Blocks:
     return Blocks(read, identity, _times(files), _consecutive(counts))
 
 
-def _dataset_blocks(dataset: "datasets.Dataset", name: str, columns: Sequence[str]) -> Blocks:
+def _dataset_blocks(dataset: "datasets.Dataset", name: str, column: str) -> Blocks:
     """Returns blocks of a dataset in memory-mapped files; as Arrow, images and sounds are not decoded.
 
     Raises:
         DataError: When there is no such column.
     """
-    _require_columns(name, columns, dataset.column_names)
-    table = dataset.select_columns(list(columns)).with_format("arrow")
+    _require_column(name, column, dataset.column_names)
+    table = dataset.select_columns([column]).with_format("arrow")
     block_rows = _rows_of_block(len(dataset))
     files = [Path(file["filename"]) for file in dataset.cache_files]
 
@@ -216,33 +216,33 @@ def _sequential_blocks(
     return Blocks(read, repr([name, BLOCK_ROWS]), version, None)
 
 
-def _file_blocks(files: Sequence[Path], columns: Sequence[str]) -> Blocks:
+def _file_blocks(files: Sequence[Path], column: str) -> Blocks:
     """Returns blocks of files of other kinds, or of several: CSV, and a document for each file of text."""
     sizes = [_size(file) for file in files]
 
     def rows() -> Iterator[BlockRow]:
-        advice = f"Expected the columns {', '.join(columns)} in each row."
+        advice = f"Expected a text in the column {column!r} of each row."
         for file, size in zip(files, sizes, strict=True):
             if suffix_of(file) not in TABLE_SUFFIXES:
-                yield file, {columns[0]: read_document(file)}
+                yield file, {column: read_document(file)}
                 continue
-            yield from read_rows(file, advice=advice, columns=columns)
+            yield from read_rows(file, advice=advice, columns=[column])
             if _size(file) < size:
                 raise _smaller(file)
 
     return _sequential_blocks(rows, _names_and_sizes(files), _times(files))
 
 
-def stream_blocks(stream: "datasets.IterableDataset", name: str, columns: Sequence[str]) -> Blocks:
+def stream_blocks(stream: "datasets.IterableDataset", name: str, column: str) -> Blocks:
     """Returns blocks of a stream, which need not be on this machine; no other column is fetched.
 
     Raises:
         DataError: When there is no such column.
     """
     if stream.column_names is not None:
-        _require_columns(name, columns, stream.column_names)
+        _require_column(name, column, stream.column_names)
         # Decoding comes first: `datasets` may have put it before the columns are chosen.
-        stream = stream.decode(False).select_columns(list(columns))
+        stream = stream.decode(False).select_columns([column])
 
     def rows() -> Iterator[BlockRow]:
         for number, row in enumerate(stream, start=1):
@@ -287,26 +287,20 @@ class _LinePlace(NamedTuple):
         return f"{self.file}, line {number}"
 
 
-def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:
+def _rows_of_groups(file: Path, column: str) -> list[int]:
     """Returns the rows of each row group of a Parquet file."""
     import pyarrow.parquet
 
     with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
         metadata = pyarrow.parquet.read_metadata(file)
     names = metadata.schema.to_arrow_schema().names
-    _require_columns(str(file), columns, names)
+    _require_column(str(file), column, names)
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
-def _require_columns(source: str, columns: Sequence[str], names: Sequence[str]) -> None:
+def _require_column(source: str, column: str, names: Sequence[str]) -> None:
     """Raises a DataError when a table lacks a column, or has it twice."""
-    advice = "Name the column of texts by --column, or those of pairs by --columns."
-    present = check_columns(source, names, columns, advice)
-    missing = [column for column in columns if column not in present]
-    if missing:
-        raise DataError(
-            f"{source} has no column {missing[0]!r}; it has {', '.join(names)}. {advice}"
-        )
+    check_columns(source, names, [column], "Name the column of the texts by --column.")
 
 
 def _rows_of_block(num_rows: int) -> int:

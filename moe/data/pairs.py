@@ -59,7 +59,12 @@ def encode_pairs(
         sentinels: See `PairSource`.
         keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
     """
-    inputs_side, targets_side = pair_sides(tokenizer, lengths, sentinels)
+    # An input ends with the sentinel, and a target begins with it.
+    _, eos = pad_and_eos(tokenizer)
+    sentinel = [SpecialIds.of(tokenizer).first_sentinel] if sentinels == "one" else []
+    start, end = input_frame(tokenizer)
+    inputs_side = Side("inputs", lengths[0], start=start, end=[*sentinel, *end])
+    targets_side = Side("targets", lengths[1], start=sentinel, end=[eos])
 
     # For few texts, a file costs more time than it saves.
     if sum(len(inputs) + len(targets) for inputs, targets in pairs) < _WORTH_KEEPING:
@@ -68,19 +73,6 @@ def encode_pairs(
     inputs = _encode([pair[0] for pair in pairs], tokenizer, inputs_side, keep_in)
     targets = _encode([pair[1] for pair in pairs], tokenizer, targets_side, keep_in)
     return list(zip(inputs, targets, strict=True))
-
-
-def pair_sides(
-    tokenizer: PreTrainedTokenizerFast, lengths: tuple[int, int], sentinels: Sentinels
-) -> tuple[Side, Side]:
-    """Returns how inputs and targets become tokens; see `encode_pairs`."""
-    _, eos = pad_and_eos(tokenizer)
-    sentinel = [SpecialIds.of(tokenizer).first_sentinel] if sentinels == "one" else []
-
-    # An input ends with the sentinel, and a target begins with it.
-    start, end = input_frame(tokenizer)
-    inputs = Side("inputs", lengths[0], start=start, end=[*sentinel, *end])
-    return inputs, Side("targets", lengths[1], start=sentinel, end=[eos])
 
 
 def _encode(
@@ -95,24 +87,17 @@ def _encode(
     arrays = kept_arrays(path, _NAMES, partial(tokenize_side, texts, tokenizer, side))
 
     # Warn in every run, also when the tokens were read from disk.
-    warn_of_losses(texts, tokenizer, side, arrays)
+    _warn_of_losses(texts, tokenizer, side, arrays)
 
     # Views, so that a rank reads only the texts of its rows.
     starts = np.cumsum(arrays["lengths"]) - arrays["lengths"]
     return np.split(arrays["tokens"], starts)[1:]
 
 
-def warn_of_losses(
+def _warn_of_losses(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, side: Side, arrays: Arrays
-) -> bool:
-    """Warns of texts that lose tokens or characters, and returns whether there are any.
-
-    Args:
-        texts: N texts.
-        tokenizer: Their tokenizer.
-        side: Their side.
-        arrays: Result of `tokenize_side`.
-    """
+) -> None:
+    """Warns of texts that lose tokens or characters, from the result of `tokenize_side`."""
     texts_of_side = f"of {len(texts)} {side.name}"
     num_truncated = arrays["num_truncated"].item()
     if num_truncated:
@@ -127,7 +112,6 @@ def warn_of_losses(
         lost = "".join(letter for letter in text if unknown in text_ids(tokenizer, [letter])[0])
         message = "%d %s have characters that the vocabulary lacks, such as %r: all are one token."
         logger.warning(message, np.unique(numbers).size, texts_of_side, lost[:1])
-    return num_truncated + numbers.size > 0
 
 
 def tokenize_side(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: Side) -> Arrays:

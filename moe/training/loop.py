@@ -50,6 +50,7 @@ _CHANGEABLE_SETTINGS = _MESH_SETTINGS.union(
         # fingerprint tells.
         "data.bad_rows",
         "data.shuffle_rows",
+        "data.stream",
         "data.temperature",
         "data.workers",
         "training.probe_every",

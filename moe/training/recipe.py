@@ -161,8 +161,6 @@ class PairsRecipe:
         pack: Whether several examples share a row; they do not see each other.
         sentinels: `one` ends every input and starts every target with the first sentinel, as in
             pre-training; the saved model and tokenizer do so, too. `none` leaves texts unchanged.
-        stream: Whether the pairs of `--train` are read and tokenized as they are needed, for tables
-            larger than memory.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster but is not better in general.
@@ -172,7 +170,6 @@ class PairsRecipe:
     targets_length: int = 114
     pack: bool = False
     sentinels: Sentinels = "none"
-    stream: bool = False
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="data.")

@@ -51,7 +51,7 @@ def write_snapshot(folder, layout: str):
 def texts_of(source) -> list[list[str]]:
     """Returns the texts of a source by every way to read it."""
     in_memory = [pair.targets.removesuffix(" out") for pair in read_pairs(source)]
-    streamed = [str(values["text"]) for _, values in open_blocks(source, ["text"]).read(0)]
+    streamed = [str(values["text"]) for _, values in open_blocks(source, "text").read(0)]
     return [in_memory, streamed, [document.text for document in read_files([source])]]
 
 

@@ -42,6 +42,11 @@ def refuse(*_):
     raise AssertionError("nothing is to tokenize")
 
 
+def test_few_texts_are_not_worth_a_file(tokenizer, tmp_path):
+    encode(tokenizer, tmp_path)
+    assert files(tmp_path) == []
+
+
 def test_the_next_run_reads_what_the_first_has_tokenized(tokenizer, folder, monkeypatch, caplog):
     expected = encode(tokenizer, sentinels="one")
     assert encode(tokenizer, folder, sentinels="one") == expected
@@ -77,35 +82,29 @@ def test_batches_and_fingerprint_are_those_of_texts_that_are_not_kept(tokenizer,
     assert len(files(folder)) == 4
 
 
-def test_a_file_is_mapped_and_not_read(tokenizer, folder):
+def test_a_file_of_32_bit_numbers_is_mapped_and_not_read(tokenizer, folder):
     encode_pairs(PAIRS, tokenizer, LENGTHS, "none", folder)
     examples = encode_pairs(PAIRS, tokenizer, LENGTHS, "none", folder)
-
     maps = Path("/proc/self/maps").read_text()
     assert all(str(path) in maps for path in files(folder))
-    assert all(not inputs.flags.owndata for inputs, _ in examples)
+    assert all(not inputs.flags.owndata and inputs.dtype == np.int32 for inputs, _ in examples)
 
 
-def test_other_texts_lengths_and_sentinels_have_files_of_their_own(tokenizer, folder):
-    swapped = [(targets, inputs) for inputs, targets in PAIRS]
-    joined = [("".join(inputs for inputs, _ in PAIRS), "".join(targets for _, targets in PAIRS))]
-    cases = [{}, {"pairs": PAIRS[1:]}, {"pairs": swapped}, {"pairs": joined}]
-    cases += [{"lengths": (13, 5)}, {"sentinels": "one"}]
-    for number, case in enumerate(cases, start=1):
-        for _ in range(2):
-            assert encode(tokenizer, folder, **case) == encode(tokenizer, **case)
-        assert len(files(folder)) == 2 * number
-
-
-def test_another_tokenizer_has_files_of_its_own(tokenizer, tokenizer_folder, folder):
-    texts = [("first <extra_id_7>", "second")]
+def test_other_texts_lengths_sentinels_and_tokenizers_have_files_of_their_own(
+    tokenizer, tokenizer_folder, folder
+):
     other = load_tokenizer(tokenizer_folder)
     other.split_special_tokens = not tokenizer.split_special_tokens
-
-    expected = [encode(each, pairs=texts) for each in (tokenizer, other)]
-    kept = [encode(each, folder, pairs=texts) for each in (tokenizer, other)]
-    assert expected == kept
-    assert expected[0] != expected[1]
+    swapped = [(targets, inputs) for inputs, targets in PAIRS]
+    joined = [("".join(inputs for inputs, _ in PAIRS), "".join(targets for _, targets in PAIRS))]
+    marked = [("first <extra_id_7>", "second")]
+    cases = [{}, {"pairs": PAIRS[1:]}, {"pairs": swapped}, {"pairs": joined}, {"pairs": marked}]
+    cases += [{"lengths": (13, 5)}, {"sentinels": "one"}, {"pairs": marked, "tokenizer": other}]
+    for number, case in enumerate(cases, start=1):
+        settings = {"tokenizer": tokenizer, **case}
+        for _ in range(2):
+            assert encode(keep_in=folder, **settings) == encode(**settings)
+        assert len(files(folder)) == 2 * number
 
 
 def test_what_a_call_before_has_set_changes_no_name(tokenizer_folder, folder):
@@ -122,8 +121,7 @@ def test_damaged_files_are_made_anew_with_a_warning(tokenizer, folder, caplog):
     expected = encode(tokenizer, folder)
     path = files(folder)[0]
     whole = path.read_bytes()
-    flipped = whole[:-1] + bytes([whole[-1] ^ 1])
-    for damage in (b"", whole[:100], whole[:-4], b"no tensor" * 99, flipped):
+    for damage in (b"", whole[:-4], b"no tensor" * 99):
         path.write_bytes(damage)
         caplog.clear()
         assert encode(tokenizer, folder) == expected
@@ -131,24 +129,15 @@ def test_damaged_files_are_made_anew_with_a_warning(tokenizer, folder, caplog):
         assert path.read_bytes() == whole
 
 
-def test_what_a_killed_process_left_is_in_nobodys_way(tokenizer, folder):
-    expected = encode(tokenizer, folder)
-    path = files(folder)[0]
-    work = folder / f".{path.name}.12345678.partial"
-    work.mkdir()
-    path.rename(work / "partial")
-    assert encode(tokenizer, folder) == expected
-    assert len(files(folder)) == 2
-
-
-def test_a_place_that_cannot_be_written_to_keeps_nothing(tokenizer, folder):
+def test_a_place_that_cannot_be_written_to_and_a_full_disk_keep_nothing(
+    tokenizer, folder, monkeypatch
+):
     folder.touch()
     assert encode(tokenizer, folder) == encode(tokenizer)
     assert folder.read_bytes() == b""
+    folder.unlink()
 
-
-def test_a_full_disk_keeps_nothing(tokenizer, folder, monkeypatch):
-    def fail(arrays, path, metadata):
+    def fail(arrays, path):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -177,14 +166,3 @@ def test_of_processes_that_start_together_one_tokenizes(tokenizer, folder, monke
     assert sorted(calls) == ["inputs", "targets"]
     assert results == [encode(tokenizer)] * 3
     assert len(files(folder)) == 2
-
-
-def test_few_texts_are_not_worth_a_file(tokenizer, tmp_path):
-    encode(tokenizer, tmp_path)
-    assert files(tmp_path) == []
-
-
-def test_a_file_holds_numbers_of_32_bits_alone(tokenizer, folder):
-    [inputs, *_], _ = zip(*encode_pairs(PAIRS, tokenizer, LENGTHS, "none", folder), strict=True)
-    assert inputs.dtype == np.int32
-    assert sum(path.stat().st_size for path in files(folder)) < 4 * 23 * (11 + 7 + 2) + 2 * 500

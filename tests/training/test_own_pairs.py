@@ -284,28 +284,3 @@ def test_ranks_score_as_one_process_does(inputs, tmp_path, mesh):
         for path in (tmp_path / "dev/step/answers.jsonl", out / "dev/step_00000006/answers.jsonl")
     ]
     assert answers[0] == answers[1]
-
-
-# ---- pairs that are streamed ----
-
-
-def test_a_stream_of_pairs_is_resumed_and_its_first_pairs_are_scored(
-    inputs, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    streamed = ("--data.stream", "true")
-    whole = tune(inputs, tmp_path / "whole", *streamed)
-    out = capsys.readouterr().out
-    assert "read as a stream" in out
-    assert "Best on dev" in out
-
-    # A run that lost its last steps, and its tokens.
-    shutil.copytree(whole, tmp_path / "other")
-    shutil.rmtree(tmp_path / "other/checkpoints/step_00000006")
-    shutil.rmtree(tmp_path / "other/model")
-    shutil.rmtree(tmp_path / "cache")
-    tune(inputs, tmp_path / "other", *streamed, "--resume")
-    assert losses(tmp_path / "other") == losses(whole)
-
-    with pytest.raises(ConfigError, match=r"--dev_share 0\.5"):
-        tune(inputs, tmp_path / "third", *streamed, "--dev_share", "0.5")
