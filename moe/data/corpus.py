@@ -5,20 +5,19 @@ Comes after `documents`, before `tokenizer` and `pipeline`.
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import BaseModel, Field
+import numpy as np
 
 from moe.checks import check_integer, check_number, shown
 from moe.checksums import read_sums, refuse_damage, write_sums
 from moe.data.documents import Document
 from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
-from moe.parsing import read_record, reading
+from moe.parsing import read_json, reading
 
 if TYPE_CHECKING:
     import datasets
@@ -35,12 +34,6 @@ class Corpus(NamedTuple):
     held_out: "datasets.Dataset"
     num_repeated: int
     """Paragraphs left out because an earlier one has the same words."""
-
-
-class _Facts(BaseModel, frozen=True):
-    """Content of `FACTS_FILE`."""
-
-    num_repeated: Annotated[int, Field(ge=0)]
 
 
 def build_corpus(
@@ -60,7 +53,7 @@ def build_corpus(
 
     Raises:
         ConfigError: When the fraction is not between 0 and 1.
-        DataError: When fewer than two documents have text, or a text cannot be written as UTF-8.
+        DataError: When fewer than two documents have text.
     """
     check_number("held_out_fraction", held_out_fraction, above=0, below=1)
     check_integer("seed", seed)
@@ -74,15 +67,7 @@ def build_corpus(
 
     # A source is held out when its number, drawn from (seed, source), is below the threshold. Each
     # side has at least one source.
-    try:
-        numbers = {document.source: _split_number(document.source, seed) for document in kept}
-        for document in kept:
-            document.text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"A document holds half of a surrogate pair, {error.object[error.start]!r}. Repair the text, e.g. "
-            "text.encode(errors='replace').decode()."
-        ) from error
+    numbers = {document.source: _split_number(document.source, seed) for document in kept}
     if len(numbers) < 2:
         raise DataError(
             f"The corpus has {len(numbers)} document(s) with text; expected at least 2, because "
@@ -146,7 +131,7 @@ def save_corpus(corpus: Corpus, folder: Path | str) -> None:
     Raises:
         DataError: When the folder holds something that is not a corpus.
     """
-    with whole_folder(Path(folder), kind=CORPUS) as partial, _no_progress_bars():
+    with whole_folder(Path(folder), kind=CORPUS) as partial:
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(partial / split))
 
@@ -176,15 +161,16 @@ def load_corpus(folder: Path | str) -> Corpus:
             f"Make one with `stmoe corpus --data FILES --out {folder}`."
         )
 
-    # Every file is there and unchanged. Otherwise each row is checked, since an invalid offset would
-    # crash the process.
-    has_sums = refuse_damage(folder, {FACTS_FILE, *(read_sums(folder) or ())}, advice=advice)
-    facts = read_record(folder / FACTS_FILE, _Facts, advice=advice)
-    train, held_out = (_read_split(folder / split, advice, not has_sums) for split in SPLITS)
-    return Corpus(train, held_out, facts.num_repeated)
+    # Every file is there and unchanged.
+    refuse_damage(folder, {FACTS_FILE, *(read_sums(folder) or ())}, advice=advice)
+    facts = folder / FACTS_FILE
+    with reading(facts, advice=advice):
+        num_repeated = int(read_json(facts, advice=advice)["num_repeated"])
+    train, held_out = (_read_split(folder / split, advice) for split in SPLITS)
+    return Corpus(train, held_out, num_repeated)
 
 
-def _read_split(folder: Path, advice: str, validate: bool) -> "datasets.Dataset":
+def _read_split(folder: Path, advice: str) -> "datasets.Dataset":
     """Returns the rows of a split.
 
     Raises:
@@ -193,29 +179,12 @@ def _read_split(folder: Path, advice: str, validate: bool) -> "datasets.Dataset"
     import datasets
 
     with reading(folder, problem="is damaged", advice=advice):
-        split = datasets.load_from_disk(str(folder))
-        if not isinstance(split, datasets.Dataset):
-            raise ValueError("it holds several splits")
-        if validate:
-            split.data.table.validate(full=True)
+        split = datasets.Dataset.load_from_disk(str(folder))
+        split.data.table.validate(full=True)  # an invalid offset would crash the process
         columns = {name: datasets.Value("string") for name in Document._fields}
         if dict(split.features) != columns:
             raise ValueError(f"it has the columns {shown(dict(split.features))}")
     return split
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keeps the bars of `datasets` off the terminal: writing a few megabytes needs none."""
-    import datasets
-
-    were_disabled = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            datasets.enable_progress_bars()
 
 
 CORPUS_HEADER = [
@@ -226,30 +195,15 @@ CORPUS_HEADER = [
     "train characters",
     "held-out characters",
 ]
-_TABLE_COLUMNS = (
-    "train_documents",
-    "held_out_documents",
-    "train_characters",
-    "held_out_characters",
-)
 
 
 def corpus_rows(corpus: Corpus) -> list[list[str | int]]:
     """Returns documents and characters by package under CORPUS_HEADER, with licences and a total."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for split in SPLITS:
-        data: datasets.Dataset = getattr(corpus, split)
-        for row in zip(data["package"], data["licence"], data["text"], strict=True):
-            package, licence, text = row
-            counts[package, licence, f"{split}_documents"] += 1
-            counts[package, licence, f"{split}_characters"] += len(text)
+    counts = defaultdict(lambda: np.zeros(4, dtype=np.int64))
+    for number, split in enumerate((corpus.train, corpus.held_out)):
+        columns = split["package"], split["licence"], split["text"]
+        for package, licence, text in zip(*columns, strict=True):
+            counts[package, licence][number::2] += (1, len(text))
 
-    # A row for each package, and the sum of all.
-    packages = sorted({(package, licence) for package, licence, _ in counts})
-    rows: list[list[str | int]] = []
-    totals = [0] * len(_TABLE_COLUMNS)
-    for package, licence in packages:
-        numbers = [counts[package, licence, column] for column in _TABLE_COLUMNS]
-        totals = [total + number for total, number in zip(totals, numbers, strict=True)]
-        rows.append([package, licence, *numbers])
-    return [*rows, ["total", "", *totals]]
+    rows = [[*origin, *counts[origin].tolist()] for origin in sorted(counts)]
+    return [*rows, ["total", "", *sum(counts.values()).tolist()]]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from moe.checks import check_integer, check_number
 from moe.data.chunks import Interleaving, Windows
 from moe.data.packing import Example, example_rows
 from moe.data.pairs import Sentinels, encode_pairs
-from moe.data.pipeline import PairSource, RowSettings, RowSource, examples_fingerprint, fingerprint
+from moe.data.pipeline import PairSource, RowSource, examples_fingerprint, fingerprint
 from moe.errors import DataError
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class MixtureSource(RowSource):
         maximum: int | None = None,
         temperature: float = 1.0,
         keep_in: Path | None = None,
-        **settings: Unpack[RowSettings],
+        **settings: Any,
     ) -> None:
         """Tokenizes the pairs once.
 
@@ -122,15 +122,22 @@ class MixtureSource(RowSource):
             maximum: See `mixing_rate`.
             temperature: See `mixing_rate`.
             keep_in: See `PairSource`.
-            settings: See `RowSettings`.
+            settings: See `RowSource`.
 
         Raises:
             DataError: When a task has no pairs.
-            ConfigError: When a number is out of range, or a task is so rare that it would hardly
-                ever be drawn.
+            ConfigError: When a task is so rare that it would hardly ever be drawn.
         """
         super().__init__(tokenizer, **settings)
-        self.shares = mixing_shares(tasks, maximum=maximum, temperature=temperature)
+        rates = {}
+        for name, pairs in tasks.items():
+            if not pairs:
+                raise DataError(
+                    f"Task {name!r} has no training examples. Leave it out, or give its training rows."
+                )
+            rates[name] = mixing_rate(len(pairs), maximum=maximum, temperature=temperature)
+        total = sum(rates.values())
+        self.shares = {name: rate / total for name, rate in rates.items()}
         self._interleaving = Interleaving(self.shares, self.seed)
 
         # The examples, tokenized once.
@@ -199,26 +206,6 @@ class MixtureSource(RowSource):
         for task, index in zip(tasks.tolist(), indices.tolist(), strict=True):
             examples.append(self._examples[task][index])
         return example_rows(examples, self.lengths)
-
-
-def mixing_shares(
-    tasks: Mapping[str, Sequence[tuple[str, str]]], *, maximum: int | None, temperature: float
-) -> dict[str, float]:
-    """Returns the share of each task in the mixture; see `mixing_rate`.
-
-    Raises:
-        DataError: When a task has no pairs.
-    """
-    rates = {}
-    for name, pairs in tasks.items():
-        if not pairs:
-            raise DataError(
-                f"Task {name!r} has no training examples. Leave it out, or give its training rows."
-            )
-        rates[name] = mixing_rate(len(pairs), maximum=maximum, temperature=temperature)
-
-    total = sum(rates.values())
-    return {name: rate / total for name, rate in rates.items()}
 
 
 def build_source(

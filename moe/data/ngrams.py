@@ -139,20 +139,6 @@ def sample_text(tokens: NDArray[np.integer], num_tokens: int, piece: int) -> NDA
     return np.concatenate([tokens[start : start + piece] for start in starts])
 
 
-def compare_with_tables(loss: float, tables: Mapping[str, float]) -> str:
-    """Returns which tables a model's loss beats, e.g. `better than unigram 6.13; worse than bigram 4.52`.
-
-    Args:
-        loss: Loss of the model in nats.
-        tables: Losses of tables on the same tokens, by their names.
-    """
-    sides: dict[str, list[str]] = {"better than": [], "worse than": []}
-    for name, table in tables.items():
-        side = "better than" if loss < table else "worse than"
-        sides[side].append(f"{name} {table:.2f}")
-    return "; ".join(f"{side} {', '.join(names)}" for side, names in sides.items() if names)
-
-
 def _encode(tokens: NDArray[np.integer], order: int, vocab_size: int) -> NDArray[np.int64]:
     """Returns <int64>[N - n + 1] the n-grams of a text as numbers in base `vocab_size`."""
     num_grams = len(tokens) - order + 1
@@ -212,7 +198,11 @@ def loss_sentence(loss: float, tables: Mapping[str, float]) -> str:
         tables: Losses of n-gram tables on the same tokens, by their names; may be empty.
     """
     sentence = f"Held-out loss: {loss:.2f} nats per masked token"
-    if tables:
-        compared = compare_with_tables(loss, tables)
+    sides: dict[str, list[str]] = {"better than": [], "worse than": []}
+    for name, table in tables.items():
+        side = "better than" if loss < table else "worse than"
+        sides[side].append(f"{name} {table:.2f}")
+    compared = "; ".join(f"{side} {', '.join(names)}" for side, names in sides.items() if names)
+    if compared:
         sentence += f", {compared} (n-gram tables of the training text)"
     return f"{sentence}."

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.errors import DataError
-
 Tokens = Sequence[int] | NDArray[np.int32]
 Example = tuple[Tokens, Tokens]
 
@@ -19,12 +17,9 @@ def pack_rows(
     An example that does not fit on one of the two sides starts a new row.
 
     Args:
-        examples: Input and target tokens of each example.
+        examples: Input and target tokens of each example, none longer than a row.
         inputs_length: Maximum number of input tokens of a row.
         targets_length: Maximum number of target tokens of a row.
-
-    Raises:
-        DataError: When one example alone is longer than a row.
 
     Source:
         seqio `EncDecFeatureConverter(pack=True)` at b898b9f: sequential packing, both sides
@@ -34,12 +29,6 @@ def pack_rows(
     inputs_room = -1
     targets_room = -1
     for index, (inputs, targets) in enumerate(examples):
-        if len(inputs) > inputs_length or len(targets) > targets_length:
-            raise DataError(
-                f"Example {index} has {len(inputs)} input and {len(targets)} target tokens; "
-                f"a row holds {inputs_length} and {targets_length}. Cut it before packing."
-            )
-
         # The first example that does not fit starts the next row.
         if len(inputs) > inputs_room or len(targets) > targets_room:
             rows.append([])

@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NotRequired, Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from moe.checks import check_integer
 from moe.data.chunks import Text, WholeText, epoch_order
 from moe.data.packing import Example, Tokens, example_rows, fill_row
 from moe.data.pairs import Sentinels, encode_pairs
@@ -84,10 +83,8 @@ class SpanCorruptionSource:
 
         Raises:
             DataError: When the text is shorter than one chunk.
-            ConfigError: When a number is out of range, or `inputs_length` does not fit the
-                noise and the sentinels.
+            ConfigError: When `inputs_length` does not fit the noise and the sentinels.
         """
-        check_source_numbers(seed, batch_size=batch_size)
         if isinstance(text, np.ndarray):
             text = WholeText(text)
         self.batch_size = batch_size
@@ -219,24 +216,6 @@ class ShortExamplesFirst:
         return F.pad(tokens, room, value=padding), segments.contiguous()
 
 
-class RowSettings(TypedDict):
-    """How pairs of texts become rows of batches.
-
-    Attributes:
-        inputs_length: Most encoder tokens of a row.
-        targets_length: Most decoder tokens of a row.
-        batch_size: Rows in a batch.
-        seed: Another seed gives another order.
-        pack: Whether rows hold as many examples as fit, in the order of training.
-    """
-
-    inputs_length: int
-    targets_length: int
-    batch_size: int
-    seed: int
-    pack: NotRequired[bool]
-
-
 class RowSource(ABC):
     """Fine-tuning batches: rows of pairs, padded to the longest of a batch or packed.
 
@@ -255,14 +234,16 @@ class RowSource(ABC):
         seed: int,
         pack: bool = False,
     ) -> None:
-        """Takes the settings; see `RowSettings`.
+        """Takes the settings.
 
-        Raises:
-            ConfigError: When a number is out of range.
+        Args:
+            tokenizer: Tokenizer with a padding token.
+            inputs_length: Most encoder tokens of a row.
+            targets_length: Most decoder tokens of a row.
+            batch_size: Rows in a batch.
+            seed: Another seed gives another order.
+            pack: Whether rows hold as many examples as fit, in the order of training.
         """
-        check_source_numbers(
-            seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length
-        )
         self.batch_size = batch_size
         self.row_lengths = (inputs_length, targets_length)
         self.lengths = self.row_lengths if pack else None
@@ -298,7 +279,7 @@ class PairSource(RowSource):
         *,
         sentinels: Sentinels = "none",
         keep_in: Path | None = None,
-        **settings: Unpack[RowSettings],
+        **settings: Any,
     ) -> None:
         """Tokenizes the pairs once.
 
@@ -309,11 +290,10 @@ class PairSource(RowSource):
             sentinels: `one` puts the first sentinel before the end token of an input, and before a
                 target.
             keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
-            settings: See `RowSettings`.
+            settings: See `RowSource`.
 
         Raises:
             DataError: When there are no pairs.
-            ConfigError: When a number is out of range.
         """
         super().__init__(tokenizer, **settings)
         if not pairs:
@@ -389,19 +369,6 @@ def examples_fingerprint(examples: Sequence[Example]) -> bytes:
             digest.update(len(tokens).to_bytes(4, "little"))
             digest.update(np.asarray(tokens, dtype=np.int32).tobytes())
     return digest.digest()
-
-
-def check_source_numbers(seed: int, *, batch_size: int, **lengths: int) -> None:
-    """Raises a ConfigError when a number of a source is out of range.
-
-    Args:
-        seed: Seed of all draws.
-        batch_size: Rows of a batch.
-        lengths: Tokens of a row, by the name of the setting.
-    """
-    check_integer("seed", seed, least=0)
-    for name, number in {"batch_size": batch_size, **lengths}.items():
-        check_integer(name, number, least=1)
 
 
 def fingerprint(*parts: bytes | memoryview) -> str:

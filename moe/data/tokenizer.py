@@ -7,9 +7,8 @@ then the sentinels `<extra_id_99>` ... `<extra_id_0>`, so that `<extra_id_0>` ha
 import copy
 import io
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -22,11 +21,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from moe.checks import check_integer, shown
+from moe.checks import check_integer
 from moe.checksums import read_sums, refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import check_replaceable, kind_of, register_folder_kind, whole_folder
-from moe.parsing import read_json, reading
+from moe.parsing import reading
 
 PAD = "<pad>"
 EOS = "</s>"
@@ -99,8 +98,7 @@ class SpecialIds(NamedTuple):
         """Returns the ids of `tokenizer`.
 
         Raises:
-            DataError: When it has no padding or end token, or its sentinels do not descend from
-                `<extra_id_0>`.
+            DataError: When it has no padding token, end token or sentinel.
         """
         pad, eos = pad_and_eos(tokenizer)
         vocabulary = tokenizer.get_vocab()
@@ -110,17 +108,10 @@ class SpecialIds(NamedTuple):
                 f"The tokenizer lacks {sentinel(0)}. Use one made by `train_tokenizer`."
             )
 
-        # As many as descend from the first without a gap; there must be no others.
+        # As many as descend from the first without a gap.
         num_sentinels = 0
         while vocabulary.get(sentinel(num_sentinels)) == first - num_sentinels:
             num_sentinels += 1
-        following = sentinel(num_sentinels)
-        if following in vocabulary:
-            raise DataError(
-                f"{following} has id {vocabulary[following]}; expected {first - num_sentinels}, "
-                f"descending from {sentinel(0)} = {first} as in T5. "
-                "Use a tokenizer made by `train_tokenizer`."
-            )
         return cls(pad, eos, first, num_sentinels)
 
 
@@ -328,13 +319,8 @@ def train_tokenizer(
     """
     check_replaceable(Path(out_dir), kind=TOKENIZER)  # before the work, not after
     model = _round_scores(_train_sentencepiece(texts, vocab_size))
-    tokenizer = to_transformers(model)
-
-    with whole_folder(Path(out_dir), kind=TOKENIZER) as partial:
-        _save(tokenizer, partial)
-        (partial / SENTENCEPIECE_FILE).write_bytes(model.SerializeToString(deterministic=True))
-        write_sums(partial)
-    return load_tokenizer(out_dir)
+    serialized = model.SerializeToString(deterministic=True)
+    return _save(to_transformers(model), Path(out_dir), {SENTENCEPIECE_FILE: serialized})
 
 
 def train_byte_tokenizer(
@@ -374,22 +360,19 @@ def train_byte_tokenizer(
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    with whole_folder(Path(out_dir), kind=TOKENIZER) as partial:
-        _save(_wrap(backend, NUM_SENTINELS), partial)
+    return _save(_wrap(backend, NUM_SENTINELS), Path(out_dir), {})
+
+
+def _save(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, other_files: Mapping[str, bytes]
+) -> PreTrainedTokenizerFast:
+    """Writes a tokenizer to a folder, whole or not at all, and returns it as it is loaded."""
+    with whole_folder(folder, kind=TOKENIZER) as partial:
+        tokenizer.save_pretrained(str(partial))
+        for name, content in other_files.items():
+            (partial / name).write_bytes(content)
         write_sums(partial)
-    return load_tokenizer(out_dir)
-
-
-def _save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Saves a tokenizer; an error of the system, e.g. a full disk, becomes an OSError."""
-    try:
-        tokenizer.save_pretrained(str(folder))
-    except Exception as error:  # a plain one, with the system's number in its text
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        name = str(folder / TOKENIZER_FILE)
-        raise OSError(int(number[1]), os.strerror(int(number[1])), name) from error
+    return load_tokenizer(folder)
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
@@ -405,57 +388,23 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
         advice = "Copy the files of the model's tokenizer there, from where the model comes from."
 
     # T5's checkpoints may have a spiece.model alone; ours always have a tokenizer.json.
-    sums = read_sums(folder) or {}
-    has_json = TOKENIZER_FILE in sums or os.path.lexists(folder / TOKENIZER_FILE)
-    vocabulary = TOKENIZER_FILE if has_json else SENTENCEPIECE_FILE
-    if not (folder / vocabulary).is_file():
-        both = f"no {TOKENIZER_FILE} and no {SENTENCEPIECE_FILE}"
-        lacking = f"no readable {TOKENIZER_FILE}" if has_json else both
-        raise DataError(f"{folder} has {lacking}. {advice}")
+    vocabularies = [TOKENIZER_FILE, SENTENCEPIECE_FILE]
+    present = [name for name in vocabularies if (folder / name).is_file()]
+    if not present:
+        raise DataError(f"{folder} has no {TOKENIZER_FILE} and no {SENTENCEPIECE_FILE}. {advice}")
 
     # Its files are unchanged. A user may have saved a tokenizer to a model's folder, whose
     # checksums do not include it.
-    settings_files = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
-    checked_files = {vocabulary, *settings_files}
-    if kind_of(folder) != TOKENIZER:
-        checked_files &= sums.keys()
-    refuse_damage(folder, checked_files, advice=advice)
-    check_tokenizer_files(folder, advice=advice)
+    sums = read_sums(folder) or {}
+    names = set(sums) if kind_of(folder) == TOKENIZER else {*present, *_SETTINGS_FILES} & set(sums)
+    refuse_damage(folder, names, advice=advice)
 
     # Files that do not fit together, e.g. a missing unknown token, show when the tokenizer is used.
-    read_last = settings_files[0] if settings_files else vocabulary
-    tokenizer_class = PreTrainedTokenizerFast if has_json else T5Tokenizer
-    with reading(folder / read_last, advice=advice):
+    tokenizer_class = PreTrainedTokenizerFast if TOKENIZER_FILE in present else T5Tokenizer
+    with reading(f"The tokenizer in {folder}", problem="cannot be loaded", advice=advice):
         tokenizer = tokenizer_class.from_pretrained(str(folder))
         tokenizer("a \U0010fffe")
     return tokenizer
-
-
-def check_tokenizer_files(folder: Path, *, advice: str) -> None:
-    """Raises when a file of a fast tokenizer cannot be read, and names it; missing ones are skipped.
-
-    Args:
-        folder: Folder of a tokenizer or a model, of this library or not.
-        advice: Advice for the user.
-
-    Raises:
-        DataError: When a file is damaged.
-    """
-    path = folder / TOKENIZER_FILE
-    if path.is_file():
-        read_json(path, advice=advice)
-        with reading(path, advice=advice):
-            tokenizers.Tokenizer.from_file(str(path))
-
-    # The settings next to it are objects.
-    for name in _SETTINGS_FILES:
-        if not (folder / name).is_file():
-            continue
-        content = read_json(folder / name, advice=advice)
-        if not isinstance(content, dict):
-            raise DataError(
-                f"{folder / name}: its content is {shown(content)}; expected an object. {advice}"
-            )
 
 
 def end_with_sentinel(
@@ -505,7 +454,11 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> ModelProto:
             **_TRAINING_SETTINGS,
         )
     except RuntimeError as error:
-        raise DataError(_explain_training_error(str(error), vocab_size)) from error
+        reason = str(error).rpartition("] ")[2].strip() or "it has no text"
+        raise DataError(
+            f"The corpus does not give {vocab_size - NUM_SENTINELS} pieces, which with {NUM_SENTINELS} "
+            f"sentinels are a vocabulary of {vocab_size}: {reason}"
+        ) from error
     return ModelProto.FromString(model_file.getvalue())
 
 
@@ -514,29 +467,6 @@ def _filled_lines(texts: Iterable[str]) -> Iterator[str]:
         for line in text.splitlines():
             if line.strip():
                 yield line
-
-
-def _explain_training_error(message: str, vocab_size: int) -> str:
-    """Returns an explanation of a sentencepiece failure."""
-    too_large = re.search(r"Vocabulary size too high.*<= (\d+)", message)
-    if too_large:
-        largest = int(too_large[1]) + NUM_SENTINELS
-        return (
-            f"The corpus is too small for a vocabulary of {vocab_size}: at most {largest} "
-            f"(with {NUM_SENTINELS} sentinels) is possible. Give more text or a smaller --vocab-size."
-        )
-
-    too_small = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
-    if too_small:
-        smallest = int(too_small[1]) + NUM_SENTINELS
-        return (
-            f"The corpus has too many different characters for a vocabulary of {vocab_size}: at "
-            f"least {smallest} is needed. Give a larger --vocab-size."
-        )
-    return (
-        f"No vocabulary of {vocab_size} can be trained on this corpus: {message.strip()}. "
-        "Is there any text in it?"
-    )
 
 
 def _round_scores(model: ModelProto) -> ModelProto:

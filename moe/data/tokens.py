@@ -33,7 +33,6 @@ Arrays = dict[str, NDArray[Any]]
 """Arrays of a file, by name."""
 
 _TOKENS = "tokens"
-_DIGEST = "sha256"  # of the arrays' bytes
 _BATCH = 1_000  # documents
 _FORMAT = 2  # increase when the same texts give other tokens
 
@@ -130,7 +129,7 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
         arrays = _read_arrays(path, names)  # another process may have been faster
         if arrays is None:
             arrays = make()
-            save_file(arrays, unfinished, {_DIGEST: _digest(arrays, names)})
+            save_file(arrays, unfinished)
     return make() if arrays is None else arrays
 
 
@@ -141,16 +140,6 @@ def _read_arrays(path: Path, names: Sequence[str]) -> Arrays | None:
     try:
         # torch's tensors are memory-mapped; numpy's would be copies.
         with safe_open(path, framework="pt") as file:
-            arrays = {name: file.get_tensor(name).numpy() for name in names}
-            digest = (file.metadata() or {}).get(_DIGEST)
+            return {name: file.get_tensor(name).numpy() for name in names}
     except (OSError, SafetensorError):
         return None
-    return arrays if digest == _digest(arrays, names) else None
-
-
-def _digest(arrays: Arrays, names: Sequence[str]) -> str:
-    """Returns the SHA-256 of the arrays' bytes, in the order of these names."""
-    digest = hashlib.sha256()
-    for name in names:
-        digest.update(arrays[name].data)
-    return digest.hexdigest()

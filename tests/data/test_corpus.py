@@ -6,7 +6,7 @@ import pytest
 import stmoe
 from moe.data.corpus import Corpus, build_corpus, corpus_rows, load_corpus, save_corpus
 from moe.data.documents import Document
-from moe.data.tokenizer import load_tokenizer, train_tokenizer
+from moe.data.tokenizer import load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, DataError
 
@@ -63,8 +63,7 @@ def test_a_repeated_paragraph_stays_only_where_it_came_first():
     assert texts_by_source(corpus) == expected
     assert corpus.num_repeated == 2
 
-
-def test_paragraphs_of_symbols_are_told_apart_and_scripts_without_case_are_kept():
+    # Paragraphs without letters, and letters without case.
     marks = ("+++", "---")
     some = [Document(f"{mark}\n\n漢字{mark}", mark, "own", "MIT") for mark in marks]
     assert build_corpus(some).num_repeated == 1
@@ -88,8 +87,7 @@ def test_one_paragraph_cannot_be_divided():
             build_corpus(documents(), fraction)
 
 
-def test_a_saved_corpus_comes_back_and_replaces_an_earlier_one_in_silence(tmp_path, capfd):
-    datasets.enable_progress_bars()
+def test_a_saved_corpus_comes_back_and_replaces_an_earlier_one(tmp_path):
     save_corpus(build_corpus(documents(7)), tmp_path / "corpus")
     corpus = build_corpus(documents(13))
     save_corpus(corpus, tmp_path / "corpus")
@@ -98,8 +96,6 @@ def test_a_saved_corpus_comes_back_and_replaces_an_earlier_one_in_silence(tmp_pa
     assert loaded.held_out.to_list() == corpus.held_out.to_list()
     assert loaded.num_repeated == corpus.num_repeated
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
-    assert not datasets.are_progress_bars_disabled()
-    assert capfd.readouterr() == ("", "")
 
 
 def test_the_table_adds_up():
@@ -128,56 +124,18 @@ def test_the_command_builds_a_corpus_from_the_users_files(tmp_path, capsys):
 # Tokens
 
 
-@pytest.fixture
-def saved_corpus(tmp_path):
-    save_corpus(build_corpus(documents()), tmp_path / "corpus")
-    return tmp_path / "corpus"
-
-
-def tokens_of(corpus_folder, tokenizer):
-    return tokenize_corpus(load_corpus(corpus_folder).train, tokenizer)
-
-
-def test_tokens_are_kept_beside_the_corpus(saved_corpus, tokenizer_folder):
+def test_tokens_are_kept_beside_the_corpus(tokenizer_folder, tmp_path):
+    """What is true of every kept file is tested in test_pairs."""
+    folder = tmp_path / "corpus"
+    save_corpus(build_corpus(documents()), folder)
     tokenizer = load_tokenizer(tokenizer_folder)
-    expected = tokenize_corpus(build_corpus(documents()).train, tokenizer)
-    assert tokens_of(saved_corpus, tokenizer).tolist() == expected.tolist()
+    expected = tokenize_corpus(build_corpus(documents()).train, tokenizer).tolist()
+    assert tokenize_corpus(load_corpus(folder).train, tokenizer).tolist() == expected
 
     # The second call reads the file, and a corpus with it may be replaced.
-    [kept] = (saved_corpus / "train").glob("tokens-*.safetensors")
+    [kept] = (folder / "train").glob("tokens-*.safetensors")
     written = kept.stat().st_mtime_ns
-    assert tokens_of(saved_corpus, tokenizer).tolist() == expected.tolist()
+    assert tokenize_corpus(load_corpus(folder).train, tokenizer).tolist() == expected
     assert kept.stat().st_mtime_ns == written
-    save_corpus(build_corpus(documents()), saved_corpus)
+    save_corpus(build_corpus(documents()), folder)
     assert not kept.exists()
-
-
-def test_another_text_or_tokenizer_has_tokens_of_its_own(saved_corpus, tokenizer_folder, tmp_path):
-    tokens = tokens_of(saved_corpus, load_tokenizer(tokenizer_folder))
-    train_tokenizer([document.text for document in documents()], 140, tmp_path / "other")
-    other_tokenizer = load_tokenizer(tmp_path / "other")
-    other_tokens = tokens_of(saved_corpus, other_tokenizer)
-    assert other_tokens.tolist() != tokens.tolist()
-    assert len(list((saved_corpus / "train").glob("tokens-*.safetensors"))) == 2
-
-
-def test_damaged_tokens_are_made_again_with_a_warning(saved_corpus, tokenizer_folder, caplog):
-    tokenizer = load_tokenizer(tokenizer_folder)
-    tokens = tokens_of(saved_corpus, tokenizer)
-    [kept] = (saved_corpus / "train").glob("tokens-*.safetensors")
-    whole = kept.read_bytes()
-    for damage in (b"", whole[:100], b"no tensor" * 99, whole[:-1] + bytes([whole[-1] ^ 1])):
-        kept.write_bytes(damage)
-        caplog.clear()
-        assert tokens_of(saved_corpus, tokenizer).tolist() == tokens.tolist()
-        assert f"{kept} is damaged" in caplog.text
-        assert kept.read_bytes() == whole
-
-
-def test_a_folder_that_cannot_be_written_to_needs_no_tokens(saved_corpus, tokenizer_folder):
-    tokenizer = load_tokenizer(tokenizer_folder)
-    tokens = tokens_of(saved_corpus, tokenizer)
-    [kept] = (saved_corpus / "train").glob("tokens-*.safetensors")
-    kept.unlink()
-    kept.mkdir()  # a folder where the file would lie
-    assert tokens_of(saved_corpus, tokenizer).tolist() == tokens.tolist()

@@ -1,12 +1,10 @@
 """Packing. Oracle: counting what fits by hand; the rows of SeqIO are in tests/conformance."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.data.packing import fill_row, pack_rows
-from moe.errors import DataError
 
 
 def test_an_example_that_does_not_fit_on_one_side_closes_the_row_on_both():
@@ -38,8 +36,3 @@ def test_segments_are_numbered_from_one_and_padding_is_zero():
     tokens, segments = fill_row([[7, 1], [5, 5, 1]], 7, padding=0)
     assert tokens.tolist() == [7, 1, 5, 5, 1, 0, 0]
     assert segments.tolist() == [1, 1, 2, 2, 2, 0, 0]
-
-
-def test_an_example_longer_than_a_row_is_named():
-    with pytest.raises(DataError, match="Example 1 has 2 input and 7 target tokens; a row holds"):
-        pack_rows([([7], [8]), ([7, 7], [8] * 7)], 11, 5)

@@ -9,10 +9,11 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from moe.checkpoint.loading import load_model, load_model_on_mesh
 from moe.checksums import model_fingerprint
-from moe.data.tokenizer import check_tokenizer_files, prompt_ids
+from moe.data.tokenizer import prompt_ids
 from moe.errors import CheckpointError, is_panic
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.parsing import reading
 from stmoe_eval.answers.batches import Request, TokenizedRequest
 from stmoe_eval.answers.data_ranks import SINGLE_PROCESS, DataRanks
 from stmoe_eval.answers.inference import (
@@ -20,7 +21,6 @@ from stmoe_eval.answers.inference import (
     ConfiguredModel,
     Inference,
     configure,
-    loading_reason,
     torch_dtype,
 )
 
@@ -182,12 +182,11 @@ def _load_model(folder: Path, ranks: DataRanks, configured: ConfiguredModel) -> 
 
 def _load_tokenizer(folder: Path) -> Any:
     """Returns the tokenizer of a checkpoint."""
-    try:
-        check_tokenizer_files(folder, advice="Restore the file.")
+    problem, advice = "cannot be loaded", "Restore its files."
+    with reading(
+        f"The tokenizer in {folder}", problem=problem, advice=advice, error=CheckpointError
+    ):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
-        reason = loading_reason(error)
-        raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {reason}") from error
 
     # If the files are missing, transformers may create an empty tokenizer. One of bytes has none.
     files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))
