@@ -263,8 +263,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
             key.
     """
     advice = "Give the path of a YAML file of `key: value` lines."
-    if path.is_fifo():  # as of `--config <(...)`, which would be read twice
-        raise ConfigError(f"{path} is no file. {advice}")
     text = read_text(path, advice=advice, error=ConfigError)
     content = parse_yaml(text, where=str(path), advice=advice)
     if not isinstance(content, dict):

@@ -6,7 +6,6 @@ import shutil
 import signal
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -174,15 +173,6 @@ def test_of_two_that_make_one_folder_the_second_is_refused_and_the_first_is_whol
     assert (target / "corpus.json").read_text() == "first"
 
 
-def test_many_writers_of_one_file_leave_one_of_their_texts(tmp_path):
-    target = tmp_path / "file"
-    texts = [f"{number}" * 10_000 for number in range(10)]
-    with ThreadPoolExecutor(len(texts)) as pool:
-        list(pool.map(lambda text: write_text(target, text), texts))
-    assert target.read_text() in texts
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_folder_being_removed_is_gone_under_its_name_at_once(tmp_path):
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / "state.json").write_text("{}")
@@ -223,19 +213,8 @@ def test_a_device_or_a_pipe_is_never_replaced_by_a_file(tmp_path):
 # What is not ours
 
 
-def write_folder(target):
-    fill(target, "ours")
-    return target / "corpus.json"
-
-
-def write_file(target):
-    write_text(target, "ours")
-    return target
-
-
 LINKS = {"link to a folder": "mine", "link to a file": "mine/thesis.txt"}
-LINKS |= {"link to nothing": "mine/nowhere", "link to a device": "/dev/null"}
-PLANTED = ("file", "folder", *LINKS, "link to itself")
+PLANTED = ("file", "folder", *LINKS)
 
 
 def plant(path, kind, mine):
@@ -245,7 +224,7 @@ def plant(path, kind, mine):
     elif kind == "folder":
         shutil.copytree(mine, path)
     else:
-        path.symlink_to(mine.parent / LINKS[kind] if kind in LINKS else path)
+        path.symlink_to(mine.parent / LINKS[kind])
 
 
 def content_below(folder):
@@ -264,20 +243,6 @@ def mine(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years of work")
     return tmp_path / "mine"
-
-
-@pytest.mark.parametrize("kind", PLANTED)
-@pytest.mark.parametrize("write", [write_folder, write_file])
-def test_what_has_the_name_of_a_work_folder_and_is_not_ours_is_left_alone(
-    tmp_path, mine, write, kind
-):
-    plant(tmp_path / ".thing.partial", kind, mine)
-    before = content_below(tmp_path)
-    for _ in range(2):
-        assert write(tmp_path / "thing").read_text() == "ours"
-        remove_leftovers(tmp_path)
-    remove_folder(tmp_path / "thing")
-    assert content_below(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", PLANTED[1:])

@@ -5,7 +5,6 @@ setting.
 import functools
 import itertools
 import math
-import os
 import time
 
 import pytest
@@ -178,12 +177,6 @@ def test_what_a_file_says_of_the_command_itself_is_checked_too(tmp_path):
         for argv in (["--config", str(file)], [f"--config={file}"]):
             with pytest.raises(ConfigError, match=message):
                 command(PretrainRecipe).parse(argv)
-
-
-def test_settings_in_a_pipe_are_refused_since_they_are_read_twice(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="pipe is no file"):
-        command(PretrainRecipe).parse(["--config", str(tmp_path / "pipe")])
 
 
 def test_ranks_wait_as_long_as_a_command_or_its_recipe_says(tmp_path):
