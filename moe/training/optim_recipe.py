@@ -9,9 +9,6 @@ from moe.optim.optimizers import OPTIMIZERS, check_optimizer
 from moe.optim.options import check_options, option_names
 from moe.optim.schedules import SCHEDULES, Schedule, with_cooldown
 
-MOST_STEPS = 99_999_999
-WHY_MOST_STEPS = "checkpoints are numbered with eight digits"
-
 # Keywords of schedules for which recipes have their own keys.
 _SCHEDULE_KEYS = frozenset({"lr", "warmup_steps", "total_steps"})
 
@@ -54,11 +51,9 @@ class OptimRecipe:
         OPTIMIZERS.get(self.optimizer)
         SCHEDULES.get(self.schedule)
 
-        why = "a step of adafactor changes a parameter by this share of itself"
-        check_number("optim.lr", self.lr, above=0, most=1e6, reason=why)
+        check_number("optim.lr", self.lr, above=0)
         for name in ("warmup_steps", "cooldown_steps"):
-            steps = getattr(self, name)
-            check_integer(f"optim.{name}", steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS)
+            check_integer(f"optim.{name}", getattr(self, name), least=0)
         check_number("optim.clipping_threshold", self.clipping_threshold, above=0)
         check_number("optim.weight_decay", self.weight_decay, least=0)
         unclipped = "null to leave gradients as they are"

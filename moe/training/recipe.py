@@ -17,7 +17,7 @@ from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
 from moe.models.trainable_parameters import check_subset
 from moe.optim.schedules import Schedule
-from moe.training.optim_recipe import MOST_STEPS, WHY_MOST_STEPS, OptimRecipe
+from moe.training.optim_recipe import OptimRecipe
 
 Precision = Literal["float32", "bfloat16"]
 Init = Literal["pretrained", "scratch"]
@@ -36,8 +36,6 @@ _ARCHITECTURE = {
     for item in dataclasses.fields(STMoEConfig)
     if item.name in STMoEConfig.__annotations__ and item.name not in _NOT_SETTINGS
 }
-
-_MOST_HELD_OUT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -77,18 +75,15 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         check_field_types(self, prefix="training.")
 
-        per_evaluation = "every evaluation goes through all of them"
-        bounds = {
-            "steps": (1, MOST_STEPS, WHY_MOST_STEPS),
-            "log_every": (1, MOST_STEPS, WHY_MOST_STEPS),
-            "evaluate_every": (1, MOST_STEPS, WHY_MOST_STEPS),
-            "checkpoint_every": (1, MOST_STEPS, WHY_MOST_STEPS),
-            "keep_checkpoints": (1, MOST_STEPS, WHY_MOST_STEPS),
-            "held_out_batches": (0, _MOST_HELD_OUT, per_evaluation),
-        }
-        for name, (least, most, reason) in bounds.items():
-            value = getattr(self, name)
-            check_integer(f"training.{name}", value, least=least, most=most, reason=reason)
+        for name in (
+            "steps",
+            "log_every",
+            "evaluate_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            check_integer(f"training.{name}", getattr(self, name), least=1)
+        check_integer("training.held_out_batches", self.held_out_batches, least=0)
 
         # Micro-batches share the rows of an update evenly.
         rows = self.batch_size
@@ -131,9 +126,7 @@ class SpanCorruptionRecipe:
         check(is_list, "data.rates", self.rates, "a list of numbers, or null")
         for rate in self.rates or ():
             check_number("data.rates", rate, above=0)
-        check_integer(
-            "data.short_steps", self.short_steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS
-        )
+        check_integer("data.short_steps", self.short_steps, least=0)
         length = self.inputs_length
         check_integer("data.inputs_length", length, least=4)
         check_noise(Noise(self.noise_density, self.mean_noise_span_length), prefix="data.")

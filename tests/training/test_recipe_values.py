@@ -147,7 +147,7 @@ def test_any_value_of_a_setting_builds_at_once_or_is_one_message_that_names_it(
 
 def test_a_wrong_argument_is_one_message_with_name_and_value():
     for argument, message in (
-        ("--training.steps=many", r"^training\.steps is 'many'; expected an integer from 1"),
+        ("--training.steps=many", r"^training\.steps is 'many'; expected an integer of at least 1"),
         ("--training.micro_batch_size=[1]", r"is \[1\]; expected an integer .*or null"),
         ("--training.precision=float16", r"is 'float16'; expected one of float32, bfloat16\.$"),
         ("--resume=perhaps", "resume"),

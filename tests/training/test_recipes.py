@@ -378,7 +378,7 @@ WRONG = {
     "optim: {optimizer: lamb, clipping_threshold: 0.5}": "is 0.5, but lamb has none",
     "optim: {optimizer: adamw, clipping_threshold: 0.5}": "is 0.5, but adamw has none",
     "model: {second_expert_policy: all}": "mean 'model.router_options.second_expert_policy'",
-    "training: {steps: 0}": "training.steps is 0; expected an integer from 1 to 99,999,999",
+    "training: {steps: 0}": "training.steps is 0; expected an integer of at least 1",
     "training: {batch_size: 4, micro_batch_size: 3}": "a divisor of training.batch_size, 4",
     "data: {noise_density: 1.5}": "data.noise_density is 1.5; expected a finite number above 0",
     "optim: {schedule: cosine}": "no schedule called 'cosine'",
