@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from moe import ConfigError, STMoEForConditionalGeneration, lora_config
 from moe.models import select_parameters
@@ -79,15 +78,6 @@ def test_a_subset_is_what_lies_in_its_modules_and_is_counted():
                 assert line.split() == [kind, f"{selection.total[kind]:,}", state]
 
 
-def test_the_encoder_alone_has_subsets_too():
-    model = tiny_model()
-    assert select_parameters(model.get_encoder(), "moe").trainable["experts"] > 0
-    assert all(
-        name.startswith("model.decoder") or ".sparse_feed" in name or "lm_head" in name
-        for name in trains(model)
-    )
-
-
 def test_a_subset_that_is_unknown_or_does_nothing_is_refused():
     for fields, subset, message in (
         ({}, "non-moe", "'non-moe'. Did you mean 'non_moe'? Known: all, non_moe,"),
@@ -146,140 +136,26 @@ def test_a_frozen_router_keeps_its_balancing_biases_under_the_trainers_callback_
     assert loads_counted(model) == [False, False]
 
 
-# ---- transformers' trainer ----
-
-
-def examples():
-    batch = tiny_batch(batch=8)
-    return [{name: values[row] for name, values in batch.items()} for row in range(8)]
-
-
-def run_trainer(model, folder, steps):
-    arguments = Seq2SeqTrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=4,
-        learning_rate=0.01,
-        use_cpu=True,
-        save_strategy="no",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = Seq2SeqTrainer(model=model, args=arguments, train_dataset=examples())
-    trainer.train()
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-
-TRAINER_WARNINGS = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"
-)
-
-
-@TRAINER_WARNINGS
-def test_under_transformers_trainer_frozen_parameters_get_no_gradient_and_stay(tmp_path):
-    model = tiny_model()
-    with_gradient = set()
-    select_parameters(model, "ffn")
-    before = copy_of(model)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, n=name: with_gradient.add(n))
-    run_trainer(model, tmp_path, steps=2)
-    moved = moved_since(before, model)
-    assert moved == with_gradient == members(model, "ffn")
-    assert all(p.grad is None for name, p in model.named_parameters() if name not in moved)
-
-
-@TRAINER_WARNINGS
-def test_under_transformers_trainer_adapters_learn_and_the_base_stays(tmp_path):
-    from peft import get_peft_model
-
-    base = tiny_model()
-    before = copy_of(base)
-    losses = run_trainer(get_peft_model(base, lora_config(base)), tmp_path, steps=10)
-    assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
-    after = {
-        name.replace(".base_layer", ""): parameter
-        for name, parameter in base.named_parameters()
-        if "lora" not in name
-    }
-    assert after.keys() == before.keys()
-    assert all(torch.equal(parameter, before[name]) for name, parameter in after.items())
-
-
 # ---- settings of the model ----
-
-
-def tuned(folder, **changes):
-    """Returns a saved model with the settings of fine-tuning, read both ways: by a recipe and by
-    from_pretrained.
-    """
-    overrides = finetuning_overrides(**changes)
-    model = STMoEForConditionalGeneration.from_pretrained(folder, **overrides)
-    config = finetuning_config(folder, FinetuneRecipe(model=changes))
-    assert config.to_dict().items() >= overrides.items()
-    for name in overrides:
-        assert getattr(model.config, name) == getattr(config, name)
-    return model
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_model(
-        router_options={"second_expert_policy": "all"}, expert_dropout_rate=0.0
-    ).save_pretrained(folder)
+    tiny_model(expert_dropout_rate=0.0).save_pretrained(folder)
     return folder
 
 
-OFF = {"dropout_rate": 0.0, "expert_dropout_rate": 0.0}
-
-
-def output(model, training=True, seed=0):
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        return model.train(training)(**tiny_batch())
-
-
-def test_dropout_and_expert_dropout_act_in_training_only_and_apart(saved):
-    plain = tuned(saved, **OFF)
-    assert torch.equal(output(plain).logits, output(plain, seed=1).logits)
-    expected = output(plain, training=False).logits
-    for changes in ({}, {**OFF, "dropout_rate": 0.1}, {**OFF, "expert_dropout_rate": 0.4}):
-        model = tuned(saved, **changes)
-        assert not torch.equal(output(model).logits, output(model, seed=1).logits), changes
-        assert torch.equal(output(model, training=False).logits, expected)
-        if not changes:
-            assert (model.config.dropout_rate, model.config.expert_dropout_rate) == (0.1, 0.4)
-            rates = [layer.config.expert_dropout_rate for layer in model.sparse_layers()]
-            assert rates == [0.4, 0.4]
-
-
-def test_capacity_overrides_act_in_training_and_in_evaluation_apart(saved):
-    def dropped(capacity_factor, eval_capacity_factor):
-        """Returns the dropped tokens of a training and an evaluation pass."""
-        factors = {"capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor}
-        model = tuned(saved, **OFF, min_expert_capacity=1, **factors)
-        routers = [output(model, training).encoder_router_outputs[0] for training in (True, False)]
-        return [float(router.stats.dropped_tokens) for router in routers]
-
-    in_training, none = dropped(0.25, 7.0)
-    also_none, in_evaluation = dropped(7.0, 0.25)
-    assert in_training > 0 and in_evaluation > 0
-    assert [none, also_none] == dropped(None, None) == [0, 0]
-
-
-def test_the_auxiliary_loss_is_on_by_default_and_off_by_its_weight(saved):
-    on, off = (
-        output(tuned(saved, **OFF, **changes))
-        for changes in ({}, {"load_balance_loss_weight": 0.0})
-    )
-    assert float(on.load_balance_loss) > 0
-    assert float(off.loss) == pytest.approx(
-        float(on.loss) - 0.01 * float(on.load_balance_loss), abs=1e-6
-    )
-    assert torch.equal(on.logits, off.logits)
+def test_a_recipe_and_from_pretrained_give_a_model_the_same_settings(saved):
+    for changes in ({}, {"expert_dropout_rate": 0.0, "capacity_factor": 0.25}):
+        overrides = finetuning_overrides(**changes)
+        model = STMoEForConditionalGeneration.from_pretrained(saved, **overrides)
+        config = finetuning_config(saved, FinetuneRecipe(model=changes))
+        expected = {"dropout_rate": 0.1, "expert_dropout_rate": 0.4, **changes}
+        assert overrides == expected
+        assert config.to_dict().items() >= expected.items() <= model.config.to_dict().items()
+        rates = [layer.config.expert_dropout_rate for layer in model.sparse_layers()]
+        assert rates == [expected["expert_dropout_rate"]] * 2
 
 
 def test_overrides_of_the_architecture_and_unknown_ones_are_refused():

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.integrations import TensorBoardCallback
 
@@ -90,13 +89,9 @@ def test_groups_of_several_sequences_keep_their_losses_while_no_micro_batch_cuts
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-def test_the_old_name_of_activation_checkpointing_works_and_the_reentrant_kind_is_refused(tmp_path):
-    trainer = make_trainer(tmp_path, gradient_checkpointing=True, max_steps=1)
-    trainer.train()
-    assert trainer.model.model.decoder.blocks[0].gradient_checkpointing
-    trainer = make_trainer(
-        tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
-    )
+def test_reentrant_activation_checkpointing_is_refused_by_its_old_name_too(tmp_path):
+    reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    trainer = make_trainer(tmp_path, gradient_checkpointing=True, **reentrant)
     with pytest.raises(ConfigError, match="use_reentrant=False"):
         trainer.train()
 
@@ -205,22 +200,6 @@ def test_a_router_that_learns_of_its_load_learns_once_an_update(tmp_path):
 # ---- settings of the Trainer ----
 
 
-def test_the_trainers_own_label_smoothing_is_refused_with_the_name_of_ours(tmp_path):
-    trainer = make_trainer(tmp_path, label_smoothing_factor=0.1)
-    with pytest.raises(ConfigError, match="instead of label_smoothing_factor"):
-        trainer.train()
-
-
-def test_bfloat16_trains_close_to_float32(tmp_path):
-    models = [tiny_model(**HEAVY, group_size=1) for _ in range(2)]
-    _, (expected,) = train(tmp_path, models[0], max_steps=1)
-    weights, (line,) = train(tmp_path, models[1], max_steps=1, bf16=True)
-    for name in ("loss", "ce_loss", "z_loss"):
-        assert line[name] == pytest.approx(expected[name], rel=0.05)
-    assert line["ce_loss"] != expected["ce_loss"]
-    assert all(value.isfinite().all() for value in weights.values())
-
-
 @pytest.mark.slow
 def test_a_resumed_run_ends_bit_for_bit_like_one_left_alone_and_its_checkpoint_is_a_model(tmp_path):
     settings = {
@@ -256,27 +235,6 @@ def assert_equal_weights(model, expected):
         assert torch.equal(value, weights[name]), name
 
 
-def test_the_best_model_is_there_at_the_end(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        eval_dataset=examples(5, seed=1),
-        learning_rate=0.5,  # far too large: the first step is the best
-        save_strategy="steps",
-        save_steps=1,
-        max_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-        save_only_model=True,
-    )
-    trainer.train()
-    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    assert losses[0] == min(losses) < losses[-1]
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0])
-    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
-
-
 def test_predictions_are_what_the_model_generates_and_the_loss_is_that_of_the_batch(tmp_path):
     seen = {}
 
@@ -302,17 +260,6 @@ def test_predictions_are_what_the_model_generates_and_the_loss_is_that_of_the_ba
     assert seen["ids"][:, : expected.shape[1]].tolist() == expected.tolist()
     assert result["eval_loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     assert trainer.predict(data).predictions.tolist() == seen["ids"].tolist()
-
-
-def test_columns_that_the_model_does_not_know_are_left_out_and_rows_may_be_grouped_by_length(
-    tmp_path,
-):
-    rows = Dataset.from_list([{**row, "text": "unused"} for row in examples()])
-    trainer = make_trainer(
-        tmp_path, data=rows, train_sampling_strategy="group_by_length", max_steps=1
-    )
-    trainer.train()
-    assert trainer.state.global_step == 1
 
 
 def test_the_examples_of_the_guide_run_as_written(tmp_path, monkeypatch, capsys):
