@@ -126,16 +126,18 @@ def view_classes(
         if len(trace.facts.domains) > 1:
             groups.append(domain_classes(trace, stack))
 
-        rows: list[list[ClassRow]] = [[] for _ in part.layers]
+        # All layers of a stack are shuffled alike, so that p-values hold for all of them jointly.
+        p_values: list[list[torch.Tensor]] = []
         for classes in groups:
-            # All layers of a stack are shuffled alike, so that p-values hold for all of them jointly.
-            shape = len(part.layers), len(classes.names), 1
-            p_values = list(torch.full(shape, math.nan))
-            if has_p_values:
-                options = {"num_permutations": num_permutations, "seed": seed}
-                p_values = class_p_values(part, classes, trace.document, **options)
+            unknown = torch.full((len(classes.names), 1), math.nan)
+            p_values.append([unknown for _ in part.layers])
+        if has_p_values:
+            options = {"num_permutations": num_permutations, "seed": seed}
+            p_values = class_p_values(part, groups, trace.document, **options)
 
-            for layer, of_layer, p_value in zip(part.layers, rows, p_values, strict=True):
+        rows: list[list[ClassRow]] = [[] for _ in part.layers]
+        for classes, of_group in zip(groups, p_values, strict=True):
+            for layer, of_layer, p_value in zip(part.layers, rows, of_group, strict=True):
                 table = class_table(layer, classes)
                 p_value = p_value.expand(table.share.shape)
                 for number, name in enumerate(classes.names):

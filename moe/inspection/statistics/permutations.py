@@ -37,35 +37,28 @@ class DocumentShuffle:
 
     def __init__(self, example: Tensor, document: Tensor) -> None:
         # Documents as 0, 1, ...
-        _, self._document = np.unique(document.numpy(), return_inverse=True)  # [N]
-        num_documents = int(self._document.max(initial=-1)) + 1
+        _, number = np.unique(document.numpy(), return_inverse=True)  # [N]
+        num_documents = int(number.max(initial=-1)) + 1
         if num_documents < LEAST_DOCUMENTS:
             raise DataError(
                 f"The tokens come from {num_documents} documents; shuffling whole documents needs {LEAST_DOCUMENTS} "
                 "at least. Trace more documents."
             )
 
-        # Examples in the order of their documents: first token and length.
-        _, first_token, row, length = np.unique(
-            example.numpy(), return_index=True, return_inverse=True, return_counts=True
-        )
-        document_of_example = self._document[first_token]
-        by_document = document_of_example.argsort(kind="stable")
-        self._first_token = first_token[by_document]
-        self._length = length[by_document]
+        # Examples in the order of their documents: document, first token and length.
+        _, first_token, length = np.unique(example.numpy(), return_index=True, return_counts=True)
+        order = number[first_token].argsort(kind="stable")
+        self._document = number[first_token][order]  # [X]
+        self._first_token = first_token[order]
+        self._length = length[order]
 
-        # Start and number of the examples of each document in that order.
-        self._num_examples = np.bincount(document_of_example)
+        # Start and number of the examples of each document in that order, and the rank of each.
+        self._num_examples = np.bincount(self._document)
         self._first_example = self._num_examples.cumsum() - self._num_examples
-
-        # The place of a token: the example within its document, and the position in that.
-        place = np.empty_like(by_document)
-        place[by_document] = np.arange(len(place))
-        self._example = place[row] - self._first_example[self._document]
-        self._position = np.arange(len(row)) - first_token[row]
+        self._rank = np.arange(len(order)) - self._first_example[self._document]
 
         # Documents of about the same length form a circle.
-        lengths = np.bincount(self._document)
+        lengths = np.bincount(number)
         num_circles = max(1, len(lengths) // _CIRCLE)
         rank = lengths.argsort(kind="stable").argsort()
         self._circle = rank * num_circles // len(lengths)
@@ -74,23 +67,34 @@ class DocumentShuffle:
     def draw(self, generator: np.random.Generator) -> np.ndarray:
         """Returns <int64>[N]: for each token, the one at the same place in another document."""
         # Documents change places within their circle.
-        key = generator.random(len(self._circle))
-        shuffled = np.lexsort((key, self._circle))
+        shuffled = (self._circle + generator.random(len(self._circle))).argsort()
         given = np.empty_like(shuffled)
         given[self._by_circle] = shuffled  # [D] the document whose experts each gets
 
-        # If it is too short, the document assigned to it follows, and so on; in the end, the document itself.
-        source = np.empty_like(self._document)
-        tokens = np.arange(len(source))
+        # Each example takes the tokens of the example of the same rank in the other document. If that
+        # is too short, the document assigned to it follows, and so on; in the end, the document itself.
+        rows = np.arange(len(self._document))
+        start = np.zeros_like(self._length)  # of the tokens that have no source yet
         other = given[self._document]
-        while len(tokens):
-            example = self._first_example[other] + self._example[tokens]
-            has_place = self._example[tokens] < self._num_examples[other]
-            example[~has_place] = 0
-            has_place &= self._position[tokens] < self._length[example]
-            placed = tokens[has_place]
-            source[placed] = self._first_token[example[has_place]] + self._position[placed]
+        parts = []
+        while len(rows):
+            has_example = self._rank[rows] < self._num_examples[other]
+            example = np.where(has_example, self._first_example[other] + self._rank[rows], 0)
+            end = np.minimum(self._length[rows], np.where(has_example, self._length[example], 0))
+            end = np.maximum(start, end)
+            parts.append(
+                (self._first_token[rows] + start, self._first_token[example] + start, end - start)
+            )
 
-            tokens = tokens[~has_place]
-            other = given[other[~has_place]]
+            is_left = end < self._length[rows]
+            rows = rows[is_left]
+            start = end[is_left]
+            other = given[other[is_left]]
+
+        # From parts of examples to tokens.
+        first, first_source, counts = map(np.concatenate, zip(*parts, strict=True))
+        number = np.arange(counts.sum())
+        token = number + np.repeat(first - (counts.cumsum() - counts), counts)
+        source = np.empty_like(number)
+        source[token] = token + np.repeat(first_source - first, counts)
         return source

@@ -4,12 +4,13 @@ Comes after token_classes.py and permutations.py. First choices are counted, bef
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import einsum
 from torch import Tensor
 
 from moe.errors import DataError
@@ -93,28 +94,28 @@ def one_hot_first(layer: LayerTrace) -> Tensor:
 
 def class_p_values(
     stack: StackTrace,
-    classes: TokenClasses,
+    groups: Sequence[TokenClasses],
     document: Tensor,
     *,
     num_permutations: int = 1000,
     seed: int = 0,
-) -> list[Tensor]:
-    """Returns for each layer whether classes and experts are related more than by chance.
+) -> list[list[Tensor]]:
+    """Returns for groups of classes, in each layer, whether classes and experts are related more than by chance.
 
     Experts are shuffled between tokens, in all layers alike (`DocumentShuffle`). A cell's p-value is
-    the share of shuffles in which any cell of any layer deviates as much: so a table of a hundred
-    cells may be read cell by cell.
+    the share of shuffles in which any cell of its group in any layer deviates as much: so a table of
+    a hundred cells may be read cell by cell.
 
     Args:
         stack: The layers, and the examples of their tokens.
-        classes: Classes of these tokens.
+        groups: Classes of these tokens.
         document: <any integer>[num_examples] document of each example.
         num_permutations: Shuffles; the smallest p-value is 1 / (this + 1).
         seed: Seed of the shuffles.
 
     Returns:
-        <float64>[C, E] for each layer, two-sided and corrected for all cells of all layers: by
-        chance, any of them is at or below p with probability p. 1 in a class without tokens.
+        <float64>[C, E] for each group and layer, two-sided and corrected for all cells of all layers:
+        by chance, any of them is at or below p with probability p. 1 in a class without tokens.
 
     Raises:
         DataError: When the documents are too few.
@@ -122,33 +123,49 @@ def class_p_values(
     Source:
         Westfall and Young, Resampling-Based Multiple Testing (1993): the maximum over cells.
     """
-    if not stack.layers:
-        return []
     shuffle = DocumentShuffle(stack.example, document[stack.example])
+    columns = []
+    for layer in stack.layers:
+        first = layer.first.numpy().astype(np.int64)
+        columns.append(
+            np.where(first < 0, layer.facts.num_experts, first)
+        )  # [N], the last for none
 
     # Tokens of the same classes are alike: patterns of classes are counted, not tokens.
-    members = rearrange(classes.members, "c n -> n c").numpy()
-    patterns, row = np.unique(members, axis=0, return_inverse=True)
-    row = row.reshape(-1)
-    of_pattern = torch.from_numpy(patterns).double()  # [P, C]
+    patterns = [
+        np.unique(classes.members.T.numpy(), axis=0, return_inverse=True) for classes in groups
+    ]
 
-    # Tables of the tokens as they are, then of the shuffled ones; the last column is for no expert.
-    tables: list[list[Tensor]] = [[] for _ in stack.layers]
+    # Tables of the tokens as they are, then of the shuffled ones.
+    tables: list[list[list[Tensor]]] = [[[] for _ in stack.layers] for _ in groups]
     generator = np.random.default_rng(seed)
     for number in range(num_permutations + 1):
-        source = shuffle.draw(generator) if number else np.arange(len(row))
-        for of_layer, layer in zip(tables, stack.layers, strict=True):
-            num_experts = layer.facts.num_experts
-            width = num_experts + 1
-            first = layer.first.numpy().astype(np.int64)
-            column = np.where(first < 0, num_experts, first)
-            counts = np.bincount(row * width + column[source], minlength=len(patterns) * width)
-            of_layer.append(torch.from_numpy(counts.reshape(-1, width)[:, :-1]))
+        source = shuffle.draw(generator) if number else slice(None)
+        for index, layer in enumerate(stack.layers):
+            column = columns[index][source]
+            width = layer.facts.num_experts + 1
+            for of_group, (distinct, row) in zip(tables, patterns, strict=True):
+                cells = row.reshape(-1) * width + column
+                counts = np.bincount(cells, minlength=len(distinct) * width).reshape(-1, width)
+                of_group[index].append(torch.from_numpy(counts[:, :-1]))
 
+    p_values = []
+    for of_group, (distinct, _) in zip(tables, patterns, strict=True):
+        p_values.append(_corrected(of_group, torch.from_numpy(distinct).double()))
+    return p_values
+
+
+def _corrected(tables: Sequence[Sequence[Tensor]], of_pattern: Tensor) -> list[Tensor]:
+    """Returns p-values <float64>[C, E] for each layer, corrected for all cells.
+
+    Args:
+        tables: For each layer R tables <int64>[P, E] of patterns by experts, the actual one first.
+        of_pattern: <float64>[P, C] which classes a pattern has.
+    """
     # How far each cell deviates in each table.
     surprises = []
     for of_layer in tables:
-        counts = einsum(of_pattern, torch.stack(of_layer).double(), "p c, r p e -> r c e")
+        counts = einsum(of_pattern, torch.stack(list(of_layer)).double(), "p c, r p e -> r c e")
         surprises.append(_surprise(counts))  # [R, C, E]
 
     # The most surprising cell of each table, against which each actual cell is compared.

@@ -3,6 +3,8 @@
 A word of several uses is on the list of the most frequent one.
 """
 
+from functools import cache
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -73,6 +75,7 @@ _SHORT_FORMS = ("n't", "'s", "'m", "'re", "'ve", "'ll", "'d")
 _IRREGULAR = {"can't": "can", "won't": "will", "shan't": "shall", "ain't": "is"}
 
 
+@cache
 def plain_form(word: str) -> str:
     """Returns a word in small letters, without what an apostrophe ties to it: `don't` is `do`.
 
