@@ -34,7 +34,6 @@ from moe.models.weight_files import (
     find_weight_files,
     incomplete,
     open_weights,
-    refuse_integers,
 )
 
 
@@ -142,11 +141,8 @@ def _load_whole(
     """Returns the model of a folder on the CPU."""
     # Our own classes check sums in `from_pretrained`.
     is_ours = check_model_folder(folder) == STMoEConfig.model_type
-    stored: dict[str, LazyTensor] = {}
     if not is_ours and not issubclass(model_class, STMoEPreTrainedModel):
         check_weights(Path(folder))
-        choice = {name: options.get(name) for name in ("use_safetensors", "variant")}
-        stored = open_weights(find_weight_files(folder, **choice))
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, info = model_class.from_pretrained(folder, **options)
@@ -162,8 +158,6 @@ def _load_whole(
     )
     if misfits:
         raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
-    if getattr(model, "hf_quantizer", None) is None:
-        refuse_integers(folder, model.state_dict(), stored)
     return model
 
 
@@ -318,8 +312,6 @@ def _empty_model(
     expected = stored_tensors(model)
     shapes = {name: tensor.shape for name, tensor in saved.items()}
 
-    # Integers would be read as if they were the weights.
-    refuse_integers(folder, expected, saved)
     for name in expected.keys() ^ shapes.keys():
         if begins_anew(name):
             expected.pop(name, None)

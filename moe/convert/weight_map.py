@@ -13,13 +13,7 @@ from moe.checkpoint.sharded_weights import stored_tensors
 from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.weight_files import (
-    LazyTensor,
-    describe_misfits,
-    describe_reshaped,
-    first_names,
-    refuse_integers,
-)
+from moe.models.weight_files import LazyTensor, describe_misfits, describe_reshaped, first_names
 from moe.sparse.editing import LayerKey
 
 
@@ -244,16 +238,12 @@ def _join_parts(
         expected: <any>[...] our weight without memory.
         stored: Tensors <any>[...] of the source by name.
         report: Gains the parts of another shape.
-
-    Raises:
-        CheckpointError: When a part holds integers instead of floating-point numbers.
     """
     parts = [stored[name] for name in mapping.parts]
     pieces = mapping.pieces(expected)
     for name, part, piece in zip(mapping.parts, parts, pieces, strict=True):
         if part.shape != tuple(piece.shape):
             report.reshaped.append(describe_reshaped(name, part.shape, piece.shape))
-        refuse_integers(report.source, {name: expected}, stored)
 
     shape = tuple(expected.shape)
     dtype = parts[0].dtype

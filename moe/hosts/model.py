@@ -20,7 +20,7 @@ from moe.errors import ConfigError
 from moe.hosts.blocks import HostFeedForward, Site, prepare_blocks, sparse_sites
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings
-from moe.models.inputs import IGNORED_LABEL, check_num_items
+from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import share_of_targets
 from moe.models.outputs import RouterRecords
 from moe.registry import Registry
@@ -202,7 +202,7 @@ class SparseHost:
             layer_balance = router.losses.load_balance_loss
             layer_z = router.losses.router_z_loss
             if num_items_in_batch is not None:
-                num_items = check_num_items(num_items_in_batch, labels)
+                num_items = torch.as_tensor(num_items_in_batch, device=labels.device)
                 layer_balance, layer_z = share_of_targets(router, labels, num_items.clamp(min=1))
             load_balance = load_balance + layer_balance
             router_z = router_z + layer_z

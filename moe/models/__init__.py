@@ -5,7 +5,7 @@ from moe.models.encoder import STMoEEncoderModel
 from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
 from moe.models.parallelize import shard_model
 from moe.models.presets import PRESETS
-from moe.models.trainable_parameters import adapter_memory, lora_config, select_parameters
+from moe.models.trainable_parameters import lora_config, select_parameters
 
 __all__ = [
     "PRESETS",
@@ -13,7 +13,6 @@ __all__ = [
     "STMoEEncoderModel",
     "STMoEForConditionalGeneration",
     "STMoEModel",
-    "adapter_memory",
     "lora_config",
     "select_parameters",
     "shard_model",

@@ -25,18 +25,18 @@ from moe.sparse.all_routers import load_routers
 
 C = TypeVar("C", bound=type[PreTrainedConfig])
 
-LARGEST_SIZES = {
-    "vocab_size": 2**26,
-    "d_model": 2**20,
-    "d_kv": 2**20,
-    "d_ff": 2**24,
-    "num_layers": 1024,
-    "num_decoder_layers": 1024,
-    "num_heads": 2**16,
-    "relative_attention_num_buckets": 2**16,
-    "relative_attention_max_distance": 2**31,
-}
-"""Larger values are typing errors, and would exhaust memory before anything else fails."""
+SIZES = (
+    "vocab_size",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_layers",
+    "num_decoder_layers",
+    "num_heads",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+)
+"""Fields that are at least 1."""
 
 CARRIED_KEYWORDS = (
     "_commit_hash",
@@ -51,8 +51,6 @@ CARRIED_KEYWORDS = (
 """Keywords that pipelines, tokenizers and quantizers read from a config, but no class declares."""
 
 _REMOVED_FIELDS = ("encoder_expert_maps", "decoder_expert_maps")
-_MAX_LABELS = 2**20
-_MAX_WEIGHT = 1e30
 
 
 # ---------------------------------------------------------------------------
@@ -135,13 +133,6 @@ def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> Non
             "no effect.",
             stacklevel=2,
         )
-    # transformers names each label, so that a wrong number would fill the memory.
-    check_integer(
-        "num_labels", keywords.get("num_labels"), least=1, most=_MAX_LABELS, optional="None for two"
-    )
-    quantization = keywords.get("quantization_config") or {}
-    is_record = isinstance(quantization, Mapping) or hasattr(quantization, "to_dict")
-    check(is_record, "quantization_config", quantization, "a mapping of a quantizer's settings")
 
 
 def check_settings(config: PreTrainedConfig, settings: Iterable[str]) -> None:
@@ -195,11 +186,9 @@ def check_source(source: object) -> None:
 
 def check_sizes(config: PreTrainedConfig) -> None:
     """Checks the sizes of the backbone, and that the relative position buckets can be laid out."""
-    for name, largest in LARGEST_SIZES.items():
-        check_integer(name, getattr(config, name), least=1, most=largest)
-    largest = LARGEST_SIZES["d_ff"]
-    follow = "None for d_ff"
-    check_integer("expert_d_ff", config.expert_d_ff, least=1, most=largest, optional=follow)
+    for name in SIZES:
+        check_integer(name, getattr(config, name), least=1)
+    check_integer("expert_d_ff", config.expert_d_ff, least=1, optional="None for d_ff")
     check_dtype(config.dtype)
     classes = config.architectures
     check(classes is None or isinstance(classes, list), "architectures", classes, "a list of names")
@@ -229,9 +218,9 @@ def check_rates(config: PreTrainedConfig) -> None:
     for name in ("dropout_rate", "label_smoothing"):
         check_number(name, getattr(config, name), least=0, below=1)
     for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
-        check_number(name, getattr(config, name), least=0, most=_MAX_WEIGHT)
+        check_number(name, getattr(config, name), least=0)
     for name in ("layer_norm_epsilon", "initializer_scale"):
-        check_number(name, getattr(config, name), above=0, most=_MAX_WEIGHT)
+        check_number(name, getattr(config, name), above=0)
 
     unknown = "None when unknown"
     check_number("noise_density", config.noise_density, above=0, below=1, optional=unknown)
@@ -250,7 +239,7 @@ def check_token_ids(config: PreTrainedConfig) -> None:
 
 def check_sparse_layers(config: PreTrainedConfig) -> None:
     """Raises a ConfigError when numbers of experts, layers and sparse layers contradict."""
-    check_integer("num_experts", config.num_experts, least=0, most=LARGEST_SIZES["d_ff"])
+    check_integer("num_experts", config.num_experts, least=0)
     for stack, decoder in (("encoder", False), ("decoder", True)):
         name = f"num_sparse_{stack}_layers"
         num_layers, num_sparse = config.stack_sizes(decoder)

@@ -8,10 +8,10 @@ from transformers import AutoModelForTextEncoding
 from transformers.utils.generic import can_return_tuple
 
 from moe.errors import DataError
-from moe.models.blocks import Block, Stack
+from moe.models.blocks import Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import check_token_ids, check_vectors, refuse_unknown_arguments
-from moe.models.model_warnings import can_drop_tokens, warn_of_drops, warn_of_quantized_projections
+from moe.models.model_warnings import can_drop_tokens, warn_of_drops
 from moe.models.outputs import RouterRecords, STMoEEncoderOutput, logits_by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel
 
@@ -149,7 +149,6 @@ class STMoEEncoderModel(STMoEPreTrainedModel):
         self, *args: Any, **kwargs: Any
     ) -> STMoEEncoderOutput:
         """Returns the encoder's hidden states; see `STMoEEncoder.forward`."""
-        warn_of_quantized_projections(self, cast(Block, self.encoder.stack.blocks[0]))
         return self.encoder(*args, **kwargs, return_dict=True)
 
 

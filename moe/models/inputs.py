@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
-from moe.checks import is_kind, shown
+from moe.checks import shown
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.kernels.torch_private import is_plain
 from moe.sparse.inputs import can_read_values
@@ -233,99 +233,11 @@ def encoder_hidden_states(encoder_outputs: Any) -> Tensor:
     return memory
 
 
-def encoder_decoder_cache(past_key_values: Any) -> EncoderDecoderCache | None:
-    """Returns a cache for a decoder with cross-attention; wraps one for self-attention.
-
-    Raises:
-        DataError: When it is not a cache of transformers.
-    """
+def encoder_decoder_cache(past_key_values: Cache | None) -> EncoderDecoderCache | None:
+    """Returns a cache for a decoder with cross-attention; wraps one for self-attention."""
     if past_key_values is None or isinstance(past_key_values, EncoderDecoderCache):
         return past_key_values
-    if isinstance(past_key_values, Cache):
-        return EncoderDecoderCache(past_key_values, DynamicCache())
-    expected = "a cache, e.g. EncoderDecoderCache(DynamicCache(), DynamicCache())"
-    return _refuse("past_key_values", past_key_values, expected)
-
-
-def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
-    """Raises if decoder and encoder have different numbers of sequences.
-
-    Args:
-        decoder: <float>[B, T, D] embedded tokens.
-        memory: <float>[B or 1, M, D] encoder output; one sequence may serve all of the decoder's.
-
-    Raises:
-        DataError: With both numbers.
-    """
-    num_memories = memory.shape[0]
-    if num_memories != 1 and num_memories != decoder.shape[0]:
-        raise DataError(
-            f"The decoder has {decoder.shape[0]} sequences and the encoder {memory.shape[0]}; expected equal numbers, "
-            "or one encoder sequence for all. Give one input for each target."
-        )
-
-
-# ---------------------------------------------------------------------------
-# Targets and logits
-
-
-def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
-    """Raises unless labels <int64>[B, T] has one label for each decoder input [B, T] or [B, T, D].
-
-    Raises:
-        DataError: With both shapes.
-    """
-    if labels.shape != decoder_inputs.shape[:2]:
-        raise DataError(
-            f"labels is {list(labels.shape)}, but the decoder's inputs are {list(decoder_inputs.shape[:2])}; expected "
-            "one label for each. Omit the decoder's inputs to derive them from the labels."
-        )
-
-
-def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
-    """Returns the number of targets of a whole batch <any>[] on the device of the labels.
-
-    Args:
-        num_items: A number, or a tensor with one number; 0 only if there is no target.
-        labels: <int64>[B, T] of this part of the batch.
-
-    Raises:
-        DataError: When it is not a number, or not above 0 although there are targets.
-    """
-    expected = "the number of targets of the whole batch, an integer above 0"
-    is_tensor = isinstance(num_items, Tensor)
-    is_number = num_items.numel() == 1 if is_tensor else is_kind(num_items, int)
-    if not is_number:
-        _refuse("num_items_in_batch", num_items, expected)
-
-    # The losses are divided by it.
-    if not is_tensor or can_read_values(num_items):
-        without_target = can_read_values(labels) and not (labels != IGNORED_LABEL).any()
-        if not (num_items > 0 or (num_items == 0 and without_target)):
-            _refuse("num_items_in_batch", float(num_items), expected)
-    return torch.as_tensor(num_items, device=labels.device).reshape(())
-
-
-def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
-    """Raises unless given a number of last decoder positions, or their indices.
-
-    Raises:
-        DataError: When it is something else, or there are labels, each of which needs its logits.
-    """
-    if isinstance(logits_to_keep, Tensor):
-        is_selection = logits_to_keep.dim() == 1 and logits_to_keep.dtype in _ID_DTYPES
-    else:
-        is_selection = is_kind(logits_to_keep, int) and logits_to_keep >= 0
-    if not is_selection:
-        expected = "a number of last positions, 0 for all, or indices <int64>[positions]"
-        _refuse("logits_to_keep", logits_to_keep, expected)
-
-    keeps_all = not isinstance(logits_to_keep, Tensor) and logits_to_keep == 0
-    if labels is not None and not keeps_all:
-        raise DataError(
-            "logits_to_keep and labels were both given, but the loss needs the logits of every "
-            "label. Leave one out."
-        )
+    return EncoderDecoderCache(past_key_values, DynamicCache())
 
 
 # ---------------------------------------------------------------------------

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger, warning_once
 
 from moe.distributed.collectives import is_rank_zero
 from moe.kernels.expert_weights import is_quantized
 from moe.kernels.torch_private import is_plain
-from moe.models.blocks import Block, Stack
+from moe.models.blocks import Stack
 from moe.models.configuration import STMoEConfig
 from moe.sparse.experts import Experts
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -107,35 +107,20 @@ def _is_edited(stack: Stack) -> bool:
 
 
 def warn_of_plain_experts(model: PreTrainedModel) -> None:
-    """Warns when a quantiser of transformers skipped weights of a newly loaded model."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        warn_of_plain_weights(model)
-
-
-def warn_of_quantized_projections(model: PreTrainedModel, block: Block) -> None:
-    """Warns likewise in a forward, for models that were quantised by hand after they were loaded.
-
-    Args:
-        model: Whose forward it is.
-        block: Any block: a quantiser of linear modules changes all blocks.
-    """
-    if torch.compiler.is_compiling() or _is_plain(block.self_attention.q_proj.weight):
-        return
-    if getattr(model, "hf_quantizer", None) is None:
-        warn_of_plain_weights(model)
-
-
-def warn_of_plain_weights(model: PreTrainedModel) -> None:
-    """Warns of the weights that a quantiser skipped, if any.
+    """Warns when a quantiser of transformers skipped experts of a newly loaded model.
 
     Quantisers replace linear modules, but experts are stacked parameters: nearly all of a large
     model.
     """
+    if getattr(model, "hf_quantizer", None) is None:
+        return
     total = sum(parameter.numel() for parameter in model.parameters())
     plain = 0
     for module in model.modules():
         if isinstance(module, Experts):
-            plain += sum(weight.numel() for weight in module.parameters() if _is_plain(weight))
+            for weight in module.parameters():
+                is_plain_weight = weight.is_floating_point() and not is_quantized(weight)
+                plain += weight.numel() if is_plain_weight else 0
 
     if not plain:
         return
@@ -146,7 +131,3 @@ def warn_of_plain_weights(model: PreTrainedModel) -> None:
         "quantize_.",
         stacklevel=3,
     )
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return weight.is_floating_point() and not is_quantized(weight)

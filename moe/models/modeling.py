@@ -26,11 +26,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.encoder import STMoEEncoder
 from moe.models.inputs import (
     IGNORED_LABEL,
-    check_logits_to_keep,
-    check_num_items,
-    check_same_batch,
     check_segments,
-    check_targets,
     check_token_ids,
     check_vectors,
     encoder_decoder_cache,
@@ -39,7 +35,7 @@ from moe.models.inputs import (
     refuse_unknown_arguments,
 )
 from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
-from moe.models.model_warnings import can_drop_tokens, warn_of_drops, warn_of_quantized_projections
+from moe.models.model_warnings import can_drop_tokens, warn_of_drops
 from moe.models.outputs import (
     RouterRecords,
     STMoEEncoderOutput,
@@ -120,7 +116,6 @@ class STMoEModel(STMoEPreTrainedModel):
         """
         # Requested outputs; None uses the config.
         refuse_unknown_arguments(further, type(self).forward)
-        warn_of_quantized_projections(self, cast(Block, self.decoder.blocks[0]))
         past_key_values = encoder_decoder_cache(past_key_values)
         self._refuse_cache_of_checkpointing(use_cache or past_key_values is not None)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
@@ -147,7 +142,6 @@ class STMoEModel(STMoEPreTrainedModel):
             )
         memory = encoder_hidden_states(encoder_outputs)  # [B, L, D]
         check_vectors("encoder_outputs", memory, self.config.d_model)
-        check_same_batch(embedded, memory)
 
         # A requested cache means decoding, which drops no token. A cache enabled only by the config
         # does not change the routing of this call.
@@ -385,7 +379,6 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         self._refuse_replica()
         if labels is None and num_items_in_batch is not None and self.training:
             refuse_missing_labels(self.config, decoder_masked=decoder_attention_mask is not None)
-        check_logits_to_keep(logits_to_keep, labels)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
 
         # Labels give the decoder's inputs and padding, unless other arguments do.
@@ -394,12 +387,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         if labels is not None:
             check_token_ids("labels", labels, self.config.vocab_size, ignored=IGNORED_LABEL)
             if num_items_in_batch is not None:
-                divisors = check_num_items(num_items_in_batch, labels)
-            if decoder_inputs_embeds is not None:
-                check_targets(labels, decoder_inputs_embeds)
-            elif decoder_input_ids is not None:
-                check_targets(labels, decoder_input_ids)
-            else:
+                divisors = torch.as_tensor(num_items_in_batch, device=labels.device).reshape(())
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
                 decoder_input_ids = self._shift_right(labels, decoder_segment_ids)
             if decoder_attention_mask is None:
                 routing_mask = labels != IGNORED_LABEL

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
@@ -48,7 +48,6 @@ from moe.models.weight_files import (
     forget_weight_sums,
     keep_quantized_experts,
     open_weights,
-    refuse_integers,
     remove_replaced_weights,
     saved_weights,
     stored_state,
@@ -166,27 +165,16 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         """Loads weights by name, or from files; every loading of transformers comes through here.
 
         Raises:
-            CheckpointError: When a file is missing or outside of the folder, or a weight that no
-                quantizer reads is stored as integers.
+            CheckpointError: When a file is missing, torn, or outside of the folder.
         """
-        source = load_config.pretrained_model_name_or_path
-        stored = state_dict
-        if stored is None:
+        if state_dict is None:
             paths = [Path(file) for file in checkpoint_files or ()]
-            check_files(source, paths)
+            check_files(load_config.pretrained_model_name_or_path, paths)
             stored = open_weights(paths)
             if any(weight.read_quantized is not None for weight in stored.values()):
                 keeps = model.config.expert_quantization is not None
-                state_dict = stored = keep_quantized_experts(stored) if keeps else stored
+                state_dict = keep_quantized_experts(stored) if keeps else stored
 
-        # A file may hold a larger or smaller part of the model than this class.
-        prefix = f"{model.base_model_prefix}."
-        expected: dict[str, Tensor] = {}
-        for name, weight in model.state_dict().items():
-            for alias in (name, prefix + name, name.removeprefix(prefix)):
-                expected[alias] = weight
-        if not load_config.is_quantized:
-            refuse_integers(source, expected, stored)
         load = PreTrainedModel._load_pretrained_model
         return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
@@ -347,8 +335,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
 
         if writes_weights:
-            variant = kwargs.get("variant")
-            remove_replaced_weights(folder, saved_weights(folder, variant), variant)
+            remove_replaced_weights(folder, saved_weights(folder))
             write_weight_sums(folder)
             write_card(folder, text)
 

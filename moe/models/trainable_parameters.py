@@ -13,8 +13,6 @@ from moe.kernels.quantized_weight import FIXED
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import rule_names
 from moe.models.pretrained import STMoEPreTrainedModel
-from moe.models.weight_files import stored_parts
-from moe.sparse.experts import Experts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -240,63 +238,3 @@ def lora_config(
         )
     except TypeError as error:
         raise ConfigError(f"{error}. peft.LoraConfig lists the options.") from error
-
-
-class AdapterMemory(NamedTuple):
-    """Memory of training adapters; printed as sentences.
-
-    Attributes:
-        expert_adapters: Trainable parameters in the experts.
-        num_trainable: Trainable parameters of the model.
-        trained_bytes: Bytes of those, with their gradients and Adam's two moments.
-        frozen_bytes: Bytes of all other parameters, as they are stored.
-        float_bytes: Bytes of the others as floats of the model's dtype.
-    """
-
-    expert_adapters: int
-    num_trainable: int
-    trained_bytes: int
-    frozen_bytes: int
-    float_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_trainable:,} parameters train, {self.expert_adapters:,} of them in experts: "
-            f"{self.trained_bytes:,} bytes with gradients and Adam's moments. The others need "
-            f"{self.frozen_bytes:,} bytes ({self.float_bytes:,} as floats)."
-        )
-
-
-def adapter_memory(model: nn.Module) -> AdapterMemory:
-    """Returns the memory of training adapters on a model's experts, quantized or not.
-
-    Activations come on top, and in a forward pass PEFT's float copies of adapted experts: of all
-    layers, or with activation checkpointing of one at a time.
-
-    Args:
-        model: Result of `peft.get_peft_model` for a model of this library.
-
-    Raises:
-        ConfigError: When no adapter reaches an expert.
-    """
-    memory = Counter[str]()
-    for name, parameter in model.named_parameters():
-        num_bytes = parameter.numel() * parameter.element_size()
-        if not parameter.requires_grad:
-            stored = stored_parts(name, parameter).values()
-            memory["frozen_bytes"] += sum(part.nbytes for part in stored)
-            memory["float_bytes"] += num_bytes
-            continue
-        memory["trained_bytes"] += 4 * num_bytes
-        memory["num_trainable"] += parameter.numel()
-        memory["expert_adapters"] += parameter.numel() if ".experts." in name else 0
-
-    if not memory["expert_adapters"]:
-        layers = [module for module in model.modules() if isinstance(module, Experts)]
-        num_parameters = sum(weight.numel() for layer in layers for weight in layer.parameters())
-        raise ConfigError(
-            f"No adapter reaches the experts: {memory['num_trainable']:,} parameters train, and none of them is in "
-            f"the {len(layers)} sparse layers, whose experts have {num_parameters:,} parameters. Experts are stacked "
-            "parameters, not linear modules: make the PEFT config by moe.lora_config(model)."
-        )
-    return AdapterMemory(**{name: memory[name] for name in AdapterMemory._fields})

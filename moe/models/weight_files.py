@@ -181,12 +181,8 @@ def _read_headers(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  no mapping
                 piece = file.get_slice(name)
-                dtype = piece.get_dtype()
-                if dtype not in DTYPES:
-                    raise ValueError(
-                        f"{name} is of dtype {dtype}; expected one of {', '.join(DTYPES)}"
-                    )
-                headers[name] = torch.empty(piece.get_shape(), dtype=DTYPES[dtype], device="meta")
+                dtype = DTYPES[piece.get_dtype()]
+                headers[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
         return headers
 
     # A .bin is a pickle; only tensors are accepted, and they use no memory on the meta device.
@@ -261,18 +257,13 @@ def keep_quantized_experts(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTe
 
 
 def find_weight_files(
-    source: Path | str,
-    *,
-    use_safetensors: bool | None = None,
-    variant: str | None = None,
-    **download: Any,
+    source: Path | str, *, use_safetensors: bool | None = None, **download: Any
 ) -> list[Path]:
     """Returns the files of a model's weights, downloaded if necessary.
 
     Args:
         source: A folder or a name of the hub.
         use_safetensors: None prefers safetensors to .bin; True and False accept only one of them.
-        variant: Word in the files' names, as in transformers.
         download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
 
     Raises:
@@ -286,7 +277,7 @@ def find_weight_files(
         names += [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
 
     for name in names:
-        path = find_file(source, _with_variant(name, variant), **download)
+        path = find_file(source, name, **download)
         if path is None:
             continue
         if name.endswith(".json"):
@@ -332,74 +323,35 @@ def check_files(source: Path | str, paths: Iterable[Path]) -> None:
             )
 
 
-def find_shards(folder: Path, variant: str | None = None) -> list[str]:
+def find_shards(folder: Path) -> list[str]:
     """Returns the names of the files in a folder that each hold a part of a model."""
-    # model-00001-of-00002.safetensors
     digits = "[0-9]" * 5
-    stem, ending = _with_variant(SAFE_WEIGHTS_NAME, variant).rsplit(".", 1)
-    return sorted(path.name for path in folder.glob(f"{stem}-{digits}-of-{digits}.{ending}"))
+    return sorted(path.name for path in folder.glob(f"model-{digits}-of-{digits}.safetensors"))
 
 
-def saved_weights(folder: Path, variant: str | None = None) -> list[str]:
+def saved_weights(folder: Path) -> list[str]:
     """Returns the names of the files that transformers has just saved into a folder.
 
     It removes earlier shards.
     """
-    shards = find_shards(folder, variant)
-    other = SAFE_WEIGHTS_INDEX_NAME if shards else SAFE_WEIGHTS_NAME
-    return [*shards, _with_variant(other, variant)]
+    shards = find_shards(folder)
+    return [*shards, SAFE_WEIGHTS_INDEX_NAME if shards else SAFE_WEIGHTS_NAME]
 
 
-def remove_replaced_weights(
-    folder: Path, written: Container[str], variant: str | None = None
-) -> None:
+def remove_replaced_weights(folder: Path, written: Container[str]) -> None:
     """Removes weights of an earlier save, which would be read instead of the new ones.
 
     Args:
         folder: Folder of a model.
         written: Names of the safetensors files of the new save, and of its index when there is one.
-        variant: See `find_weight_files`.
     """
-    whole = _with_variant(SAFE_WEIGHTS_NAME, variant)
-    index = _with_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
-    for name in (whole, index, *find_shards(folder, variant)):
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, *find_shards(folder)):
         if name not in written:
             (folder / name).unlink(missing_ok=True)
 
 
-def _with_variant(name: str, variant: str | None) -> str:
-    """Returns the name of a file with a variant in it, as transformers names it."""
-    if variant is None:
-        return name
-    stem, ending = name.rsplit(".", 1)
-    return f"{stem}.{variant}.{ending}"
-
-
 # ---------------------------------------------------------------------------
 # Weights that do not fit a model
-
-
-def refuse_integers(
-    source: Path | str, expected: Mapping[str, Tensor], stored: Mapping[str, Any]
-) -> None:
-    """Raises when a floating-point weight is stored as integers.
-
-    Args:
-        source: The folder or hub name.
-        expected: Tensors <any>[...] of a model by name; they need no memory.
-        stored: The stored tensors <any>[...] by name, e.g. LazyTensors.
-
-    Raises:
-        CheckpointError: Names the first.
-    """
-    # Quantised weights come with a config that says so, and are not checked here.
-    for name, tensor in expected.items():
-        is_read = name in stored and tensor.is_floating_point()
-        if is_read and not stored[name].dtype.is_floating_point:
-            raise CheckpointError(
-                f"{name} in {source} holds numbers of type {stored[name].dtype}; expected "
-                f"floating-point ones. {COPY_AGAIN}"
-            )
 
 
 def check_finite(name: str, weight: Tensor, source: Path | str) -> None:

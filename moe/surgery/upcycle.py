@@ -19,7 +19,7 @@ from moe.convert.formats import rewrite_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint, empty_weights, sparse_blocks
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.models.configuration_checks import LARGEST_SIZES
+from moe.models.configuration_checks import SIZES
 from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
@@ -37,7 +37,7 @@ _EXACT_OPTIONS = {"second_expert_policy": "all", "eval_second_expert_policy": "a
 # With these, copies compute the dense layer: gates sum to 1, and no token is dropped.
 
 _DERIVED = {
-    *LARGEST_SIZES,
+    *SIZES,
     "num_experts",
     "encoder_experts",
     "decoder_experts",

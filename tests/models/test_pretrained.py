@@ -94,9 +94,6 @@ def test_a_mesh_refuses_numbers_that_are_none(whole, tmp_path, mesh):
     put_nan_into_the_head(folder)
     with pytest.raises(CheckpointError, match="not finite: from nan to nan"):
         load_model_on_mesh(folder, mesh)
-    change_head(folder, lambda weight: torch.ones_like(weight, dtype=torch.int8))
-    with pytest.raises(CheckpointError, match=r"numbers of type torch\.int8"):
-        load_model_on_mesh(folder, mesh)
 
 
 @pytest.mark.parametrize("first", ["5KB", "5GB"])
@@ -113,7 +110,6 @@ def test_a_second_save_takes_the_place_of_the_first(tmp_path, mesh, first):
 
 def test_saves_under_another_name_stay(tmp_path):
     tiny_model(seed=1).save_pretrained(tmp_path)
-    tiny_model(seed=2).save_pretrained(tmp_path, variant="best", max_shard_size="5KB")
     tiny_model(seed=3).save_pretrained(tmp_path, variant="best")
     kept = STMoEForConditionalGeneration.from_pretrained(tmp_path)
     best = STMoEForConditionalGeneration.from_pretrained(tmp_path, variant="best")

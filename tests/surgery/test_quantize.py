@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +27,7 @@ from moe.checkpoint import load_model, load_model_on_mesh
 from moe.commands import quantize as command
 from moe.convert.formats import convert_checkpoint, open_checkpoint
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight, quantize
-from moe.models import adapter_memory, select_parameters
+from moe.models import select_parameters
 from moe.models.parallelize import model_layouts
 from moe.surgery.quantize import quantize_checkpoint
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
@@ -357,20 +357,6 @@ def test_gradients_flow_through_frozen_quantized_experts_as_through_float_ones(f
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_the_memory_of_adapters_is_counted(folder):
-    base = load(folder / "q4")
-    num_parameters = base.num_parameters()
-    model = get_peft_model(base, lora_config(base, rank=3, attention=False))
-    memory = adapter_memory(model)
-    per_layer = E * 3 * ((D + 2 * F) + (F + D))
-    weights = E * 3 * D * F
-    assert memory.expert_adapters == memory.num_trainable == 2 * per_layer
-    assert memory.trained_bytes == 4 * 4 * 2 * per_layer
-    assert memory.float_bytes == 4 * num_parameters
-    assert memory.frozen_bytes == 4 * (num_parameters - 2 * weights) + 2 * weights * 12 // 8
-    assert f"{2 * per_layer:,} of them in experts" in str(memory)
-
-
 # ---- refusals ----
 
 
@@ -395,16 +381,6 @@ def test_what_quantized_experts_cannot_do_is_refused(folder, tmp_path):
         weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"requires a gradient.*lora_config"):
         model(**tiny_batch())
-
-
-def test_adapters_that_reach_no_expert_are_refused_with_numbers(folder):
-    base = load(folder / "q8")
-    model = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj"]))
-    message = (
-        rf"No adapter reaches.* [\d,]+ parameters train.* 2 sparse layers.* {2 * E * 3 * D * F:,}"
-    )
-    with pytest.raises(ConfigError, match=message):
-        adapter_memory(model)
 
 
 def test_models_and_settings_that_cannot_be_quantized_are_refused(folder, tmp_path):
