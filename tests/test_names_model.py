@@ -4,10 +4,10 @@ Oracle: exact answers to the held-out names of a few languages, asked again thro
 """
 
 import json
+import os
 import re
-import subprocess
-import sys
 import unicodedata
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from moe.checksums import SUMS_FILE, find_damage, read_sums
 from moe.data.names import read_names
 from moe.serving.languages import LANGUAGES_FILE
 from moe.serving.model_page import model_page
+from tests.processes import run_command
 from tests.serving.test_model_page import node_of
 
 FOLDER = Path(moe.__file__).with_name("names")
@@ -52,10 +53,8 @@ def test_scores_are_those_of_the_card():
 @pytest.mark.slow
 def test_the_command_answers_by_the_name_of_the_model(tmp_path):
     """In an empty folder, as a person does who has installed the package."""
-    command = [sys.executable, "-m", "stmoe", "generate", "--model", "names", "el: Ivory Coast"]
-    root = str(FOLDER.parent.parent)
-    path = {"PYTHONPATH": root, "PATH": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
+    words = ["generate", "--model", "names", "el: Ivory Coast"]
+    done = run_command("stmoe", *words, prepare=partial(os.chdir, tmp_path))
     assert done.returncode == 0, done.stderr
     assert unicodedata.name(done.stdout[0]).startswith("GREEK") and not list(tmp_path.iterdir())
 

@@ -5,8 +5,6 @@ Oracles: the model's own `generate`, and the message that a person needs for eac
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -19,6 +17,7 @@ from moe.commands import generate
 from moe.data.tokenizer import load_tokenizer
 from moe.files import find_model
 from moe.serving.languages import LANGUAGES_FILE, read_languages
+from tests.processes import Command
 from tests.serving.test_server import complete, serving
 from tests.serving.tiny_names import LANGUAGES, LONGEST, write_names_model
 
@@ -124,8 +123,7 @@ def test_two_processes_answer_from_a_folder_that_nobody_may_write(folder, tmp_pa
     for path in (*locked.iterdir(), locked):
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = sorted(path.name for path in locked.iterdir())
-    command = [sys.executable, "-m", "stmoe", "generate", "--model", locked, "el: Ivory Coast"]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
-    outputs = {process.communicate()[0] for process in processes}
-    assert len(outputs) == 1 and not any(process.returncode for process in processes)
+    words = ["generate", "--model", locked, "el: Ivory Coast"]
+    ended = [command.finish() for command in [Command("stmoe", words), Command("stmoe", words)]]
+    assert len(set(ended)) == 1 and ended[0].returncode == 0 and ended[0].stdout
     assert sorted(path.name for path in locked.iterdir()) == before

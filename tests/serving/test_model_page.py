@@ -109,7 +109,7 @@ SWITCH = {
     "sparse_dense_stacking": False,
 }
 MODELS = [
-    ({**THRESHOLD, "tie_word_embeddings": True, "eight_bits": "all", "languages": True}, 200),
+    ({**THRESHOLD, "tie_word_embeddings": True, "eight_bits": "all", "languages": True}, 60),
     ({**SWITCH, "eight_bits": "experts", "dtype": torch.bfloat16}, 40),
     ({**DENSE, "dtype": torch.float16}, 40),
 ]
@@ -173,7 +173,7 @@ def test_the_page_reads_the_tokens_of_any_text(tmp_path, tokenizer):
     page, _ = page_of(tmp_path, tokenizer, **DENSE)
     with node_of(page) as run:
 
-        @settings(deadline=None, max_examples=300)
+        @settings(deadline=None, max_examples=100)
         @given(st.text(OLD | st.sampled_from(WORDS + "</s> \t\n\x85\ufeff\u200b🙂"), min_size=1))
         def check(text):
             shown = run(text)
