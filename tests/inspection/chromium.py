@@ -163,15 +163,12 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """Clicks the middle of an element, as a mouse does."""
-        point = self._move_to(selector)
+        point = self.hover(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **point)
 
-    def hover(self, selector: str) -> None:
-        """Moves the mouse to the middle of an element."""
-        self._move_to(selector)
-
-    def _move_to(self, selector: str) -> dict[str, float]:
+    def hover(self, selector: str) -> dict[str, float]:
+        """Moves the mouse to the middle of an element, and returns where it is."""
         # Figures are drawn when they are first seen, which moves what is below them.
         before = None
         box = self._middle_of(selector)

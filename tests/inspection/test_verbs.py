@@ -13,6 +13,7 @@ from tokenizers import processors
 
 import stmoe
 from moe import DataError
+from moe.commands.routing_inputs import tokenizer_fingerprint
 from moe.data.tokenizer import load_tokenizer
 from moe.inspection.statistics.routing_entropy import sentinel_entropies
 from moe.sparse.editing import sparse_layers
@@ -166,20 +167,15 @@ def test_few_documents_have_no_p_values(folder, tmp_path, capsys):
     assert "The text has 1 documents; p-values" in capsys.readouterr().out
 
 
-def test_what_a_tokenizer_adds_to_texts_does_not_make_it_another_one(folder, trace, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(folder / "model", model)
-    tokenizer = load_tokenizer(model)
-    before = tokenizer("words").input_ids
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A <extra_id_0> </s>",
-        special_tokens=[
-            (name, tokenizer.convert_tokens_to_ids(name)) for name in ("<extra_id_0>", "</s>")
-        ],
+def test_what_a_tokenizer_adds_to_texts_does_not_make_it_another_one(folder):
+    tokenizer, other = (load_tokenizer(folder / "model") for _ in range(2))
+    names = ("<extra_id_0>", "</s>")
+    special = list(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
+    other._tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <extra_id_0> </s>", special_tokens=special
     )
-    tokenizer.save_pretrained(str(model))
-    assert load_tokenizer(model)("words").input_ids != before
-    run("replay", "--trace", trace, "--model", model)
+    assert other("words").input_ids != tokenizer("words").input_ids
+    assert tokenizer_fingerprint(other) == tokenizer_fingerprint(tokenizer)
 
 
 def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):

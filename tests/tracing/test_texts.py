@@ -8,15 +8,10 @@ from moe.tracing.texts import corpus_texts, file_texts
 from tests.training.tiny_run import write_texts
 
 
-@pytest.fixture
-def folder(tmp_path):
+def test_every_file_and_every_line_is_a_document_of_its_kind(tmp_path):
     (tmp_path / "news.txt").write_text("It rains.\n")
     (tmp_path / "two.jsonl").write_text('{"text": "One line."}\n{"text": "Another."}\n')
-    return tmp_path
-
-
-def test_every_file_and_every_line_is_a_document_of_its_kind(folder):
-    read = file_texts([f"{folder}/news.txt", f"lines={folder}/two.jsonl"])
+    read = file_texts([f"{tmp_path}/news.txt", f"lines={tmp_path}/two.jsonl"])
     assert [text.text for text in read] == ["It rains.", "One line.", "Another."]
     assert [text.domain for text in read] == ["news", "lines", "lines"]
     assert [text.document for text in read] == [0, 1, 2]
