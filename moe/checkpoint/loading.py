@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moe.checkpoint.sharded_weights import stored_tensors, whole_slices
+from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import shown
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import Mesh
-from moe.distributed.sharding import Layout, MeshCoordinate, ShardSlices, local_shard, shard_slices
+from moe.distributed.sharding import Layout, MeshCoordinate, copy_shard, local_shard
 from moe.errors import CheckpointError, MoEError
 from moe.files import find_model
 from moe.models.card import find_source_model
@@ -204,13 +204,13 @@ def load_model_on_mesh(
 
     coordinate = MeshCoordinate.of(mesh)
     for name, tensor in stored_tensors(model).items():
+        shard = local_shard(tensor).detach()
         if name not in saved:
-            tensor.zero_()
-            continue
-        slices = whole_slices(tensor.shape)
-        if name in layouts:
-            slices = shard_slices(layouts[name], mesh.config, coordinate)
-        _read_slices(saved[name].read(), slices, local_shard(tensor))
+            shard.zero_()
+        elif name in layouts:
+            copy_shard(saved[name].read(), shard, layouts[name], mesh.config, coordinate)
+        else:
+            shard.copy_(saved[name].read())
 
     gather_or_raise(lambda: refuse_not_finite(model, folder))
     return _finished(model, folder), layouts
@@ -328,17 +328,3 @@ def _float_dtype(config: STMoEConfig, saved: Mapping[str, LazyTensor]) -> torch.
         return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     dtypes = (tensor.dtype for tensor in saved.values() if tensor.is_floating_point())
     return next(dtypes, torch.float32)
-
-
-@torch.no_grad()
-def _read_slices(saved: Tensor, slices: ShardSlices, target: Tensor) -> None:
-    """Fills a tensor with a part of a saved one, of which only that part is read.
-
-    Args:
-        saved: The saved tensor <any>[...]; gate and up may share one dimension, [..., 2F, D].
-        slices: The part; with gate and up apart, [..., 2, F, D], it has one dimension more.
-        target: <any>[...] of the shape of the part.
-    """
-    if len(slices) > saved.dim():
-        saved = saved.unflatten(-2, (2, -1))  # [..., 2F, D] -> [..., 2, F, D]
-    target.copy_(saved[tuple(slice(start, end) for start, end in slices)])

@@ -74,11 +74,6 @@ def whole_tensors(
     return whole
 
 
-def whole_slices(shape: Sequence[int]) -> ShardSlices:
-    """Returns the slices that are a whole tensor of this shape."""
-    return tuple((0, size) for size in shape)
-
-
 def write_model(
     model: STMoEForConditionalGeneration,
     layouts: Mapping[str, Layout],
@@ -250,7 +245,7 @@ def write_tensor(
         OSError: When the disk is full or fails; names the file.
     """
     shape = x.shape if shape is None else shape
-    slices = whole_slices(shape) if slices is None else slices
+    slices = tuple((0, size) for size in shape) if slices is None else slices
     assert x.numel() == math.prod(end - start for start, end in slices), (x.shape, slices)
 
     path, start = place

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -74,16 +73,6 @@ CASES = {
     "ep, fsdp in the vectors": Case(FSDP_EP, (3, 6), {"ep": 0}, fsdp_dim=1, batch_dims=1),
     "all axes": Case(ALL_AXES, (3, 2, 6, 7), {"ep": 0, "tp": 2}, fsdp_dim=1, batch_dims=1),
 }
-
-RESHARDED = {
-    "fsdp and tp in the rows": Case(FSDP, (10, 7)),
-    "fsdp and tp in F, packed": Case(HSDP, (2, 12, 7)),
-    "ep and tp": Case(FSDP_EP, (3, 2, 6, 7), {"ep": 0}, fsdp_dim=2, batch_dims=1),
-    "ep, fsdp in the columns": Case(EP_TP, (3, 7, 6), {"ep": 0, "tp": 1}, batch_dims=1),
-    "ep, fsdp in the vectors": Case({}, (3, 6), batch_dims=1),
-}
-"""Where parameters of CASES go on after a checkpoint."""
-
 
 # ---- one process ----
 
@@ -204,31 +193,6 @@ class OnAMesh:
                 self.parameters[name].grad = like(self.parameters[name], grad)
             self.optimizer.step()
 
-    def checkpoint(self):
-        """Returns weights and moments under the names of the cases."""
-        moments = {name: dict(self.optimizer.state[p]) for name, p in self.parameters.items()}
-        return {
-            "moments": moments,
-            "weights": {name: p.detach() for name, p in self.parameters.items()},
-        }
-
-    def resume(self, folder):
-        """Takes over a checkpoint; as torch's own loading does, after a step of nothing that makes
-        the moments.
-        """
-        for parameter in self.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.1
-        saved = self.checkpoint()
-        dcp.load(saved, checkpoint_id=folder)
-        numbered = sorted(self.cases, key=lambda name: self.cases[name].batch_dims)
-        state = {index: saved["moments"][name] for index, name in enumerate(numbered)}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-
     def elements(self):
         return {
             name: (self.places[name], local(p.detach()).clone())
@@ -252,7 +216,7 @@ def count_all_reduces(num_parameters, meshes, build=build_adafactor):
     return all_reduce.call_count
 
 
-def on_a_rank(rank, num_ranks, folder):
+def on_a_rank(rank, num_ranks):
     """Returns this rank's answers to all tests below; the small buckets hold one to three
     parameters.
     """
@@ -266,14 +230,6 @@ def on_a_rank(rank, num_ranks, folder):
         run.take_steps(range(NUM_STEPS))
         answers[torch.float32] = run.elements()
 
-    first = OnAMesh({name: CASES[name] for name in RESHARDED}, torch.float64, meshes)
-    first.take_steps(range(NUM_STEPS // 2))
-    dcp.save(first.checkpoint(), checkpoint_id=folder)
-    second = OnAMesh(RESHARDED, torch.float64, meshes)
-    second.resume(folder)
-    second.take_steps(range(NUM_STEPS // 2, NUM_STEPS))
-    answers["resumed"] = second.elements()
-
     answers["all-reduces"] = [count_all_reduces(num, meshes) for num in (1, 13)]
     lamb = OTHERS["lamb"]
     answers["all-reduces of lamb"] = [count_all_reduces(num, meshes, lamb) for num in (1, 13)]
@@ -286,8 +242,7 @@ def on_a_rank(rank, num_ranks, folder):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    checkpoint_folder = str(tmp_path_factory.mktemp("checkpoint"))
-    return run_ranks(on_a_rank, NUM_RANKS, tmp_path_factory.mktemp("ranks"), checkpoint_folder)
+    return run_ranks(on_a_rank, NUM_RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 def assert_same(parts, expected, tolerance):
@@ -320,12 +275,6 @@ def test_replicas_stay_equal_to_the_last_bit(answers):
             known = ~held[places].isnan()
             assert torch.equal(held[places][known], elements[known]), name
             held[places] = elements
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_where_parameters_are_cut_otherwise(answers):
-    parameters = steps_of_one_process({name: CASES[name] for name in RESHARDED}, torch.float64)
-    assert_same([answer["resumed"] for answer in answers], parameters, 1e-12)
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Losses, gradients and statistics do not depend on how a batch is cut into micro-batches and
-ranks.
+"""Losses, gradients and statistics do not depend on how a batch is cut into micro-batches.
 
 The oracle is the whole batch in one call of one process. Where shares are taken over more than one
 group, a part needs the totals of all parts; its loss is then a sum that is divided by the count of
@@ -9,10 +8,7 @@ all parts.
 import pytest
 import torch
 
-from moe.distributed.collectives import sum_over_ranks
-from moe.sparse.losses import BalanceTotals, add_totals, balance_totals, balance_within
-from moe.sparse.stats import RouterStats
-from tests.distributed.ranks import run_ranks
+from moe.sparse.losses import add_totals, balance_totals, balance_within
 from tests.sparse.layers import DROPLESS, assert_all_close, build_layer
 
 BATCH, LENGTH = 6, 13
@@ -85,6 +81,7 @@ DETERMINISTIC = {"second_expert_policy": "all", "eval_second_expert_policy": "al
 @pytest.mark.parametrize(
     ("fields", "cut"),
     [
+        ({}, [6]),
         ({}, [1] * 6),
         ({"convention": "flaxformer"}, [3, 3]),
         ({"convention": "mesh_tensorflow", "router_options": DETERMINISTIC}, [1, 4, 1]),
@@ -132,75 +129,6 @@ def test_the_scope_of_a_group_does_not_depend_on_the_cut_and_needs_no_totals():
     *whole, _ = part(layer, 0, BATCH)
     first, second = part(layer, 0, 4)[:2], part(layer, 4, 2)[:2]
     assert_same(means(*add(list(first), list(second))), means(*whole))
-
-
-def test_totals_of_one_process_are_its_own():
-    losses = part_losses(build("global"), 0, BATCH)
-    totals = balance_totals(losses)
-    assert_all_close(totals, (losses.choices, losses.num_share_tokens), atol=0)
-    assert not any(total.requires_grad for total in totals)
-    assert_all_close(balance_within(losses, totals), losses, atol=1e-12)
-
-
-# ---- ranks ----
-
-
-def on_a_rank(rank, num_ranks, cut):
-    """Returns what one rank knows, for each scope; a rank of padding only has nothing to add."""
-    answers = {}
-    start, count = sum(cut[:rank]), cut[rank]
-    for scope in ("group", "micro_batch", "ranks", "global"):
-        layer = build(scope)
-        totals = None
-        if scope in ("ranks", "global"):
-            totals = balance_totals(part_losses(layer, start, count))
-        if scope == "global":  # the batch is twice what the ranks hold: two micro-batches of each
-            totals = add_totals(totals, balance_totals(part_losses(layer, start, count)))
-        numbers, grads, router = part(layer, start, count, totals)
-        answers[scope] = numbers, [list(group) for group in grads]
-        answers[f"{scope}_stats"] = list(router.stats.all_reduce())
-    left = torch.tensor([rank + 1, 10 * rank])
-    summed = sum_over_ranks(left)
-    answers["sum"] = summed, left
-    return answers
-
-
-@pytest.mark.slow
-def test_several_ranks_equal_one_process_in_losses_gradients_and_statistics(tmp_path):
-    cut = [1, 3, 2]  # the last rank has padding alone
-    answers = run_ranks(on_a_rank, len(cut), tmp_path, cut)
-    for scope in ("group", "ranks", "global"):
-        numbers, grads = answers[0][scope]
-        for answer in answers[1:]:
-            numbers, grads = add(numbers, answer[scope][0]), add(grads, answer[scope][1])
-        *whole, router = part(build(scope), 0, BATCH)
-        if scope == "global":  # twice the same batch has the same shares
-            totals = BalanceTotals(2 * router.losses.choices, 2 * router.losses.num_share_tokens)
-            *whole, router = part(build(scope), 0, BATCH, totals)
-        assert_same(means(numbers, grads), means(*whole))
-
-    for scope in ("group", "micro_batch", "ranks"):
-        expected = part(build(scope), 0, BATCH)[-1].stats
-        for answer in answers:
-            summed = RouterStats(*answer[f"{scope}_stats"])
-            # A rank's loss is balanced within its call: a sum over ranks is no loss of them all.
-            if scope != "group":
-                summed = summed._replace(load_balance_sum=expected.load_balance_sum)
-            assert_all_close(summed, expected, atol=1e-10)
-
-    micro_batches = [
-        part(build("micro_batch"), sum(cut[:rank]), cut[rank]) for rank in range(len(cut))
-    ]
-    for answer, (numbers, grads, _) in zip(answers, micro_batches, strict=True):
-        assert_all_close(answer["micro_batch"][0], numbers, atol=1e-10)
-        for ours, theirs in zip(answer["micro_batch"][1], grads, strict=True):
-            assert_all_close(ours, theirs, atol=1e-9)
-
-    ranks = range(len(cut))
-    for rank, answer in enumerate(answers):
-        summed, left = answer["sum"]
-        assert summed.tolist() == [sum(r + 1 for r in ranks), sum(10 * r for r in ranks)]
-        assert left.tolist() == [rank + 1, 10 * rank]  # the input stays as it is
 
 
 def test_statistics_of_two_calls_are_those_of_both():

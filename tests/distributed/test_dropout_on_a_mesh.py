@@ -1,5 +1,5 @@
 """Dropout over tensor-parallel ranks: independent where each holds a shard, equal where all compute
-the same, and distributed as in one process.
+the same.
 
 A step of training saves each mask for its backward pass as a tensor of bool, of a shape by which it
 is known here.
@@ -90,51 +90,6 @@ def test_tensor_parallel_ranks_drop_shards_independently_and_the_residual_stream
             pair = torch.stack([ours_flat, theirs_flat]).double()
             correlation = torch.corrcoef(pair)[0, 1].item()
             assert abs(correlation) < 5 / math.sqrt(pair.shape[1]), kind
-
-
-# ---- distributions ----
-
-NUM_DRAWS = 512
-
-
-def distances_from_expectation(rank, num_ranks):
-    """Returns how many standard errors the mean of many draws is from the output without dropout.
-
-    What follows each mask is linear, so that this output is the expectation.
-    """
-    mesh = build_mesh(MESHES[num_ranks], "cpu")
-    generator = torch.Generator().manual_seed(3)
-    token = torch.randn(1, 1, 29, generator=generator).expand(1, NUM_DRAWS, 29)
-    text = torch.randn(1, 5, 29, generator=generator).expand(NUM_DRAWS, 5, 29)
-    distances = {}
-    for dispatch in ("ragged", "static"):
-        model = tiny_model(**FIELDS, dispatch=dispatch, group_size=NUM_DRAWS)
-        shard_model(model, mesh)
-        block = next(block for block in model.model.encoder.stack.blocks if block.sparse)
-        attention = model.model.encoder.stack.blocks[0].self_attention
-        compiled = torch.compile(block.feed_forward, backend="eager")
-        layers = {
-            "hidden units": lambda block=block: block.feed_forward(token)[0],
-            "hidden units, compiled": lambda compiled=compiled: compiled(token)[0],
-            "units of experts": lambda block=block: block.sparse_feed_forward(token)[0][0],
-            "heads": lambda attention=attention: attention(text, None)[0],
-        }
-        for name, layer in layers.items():
-            with torch.no_grad():
-                model.eval()
-                expected = layer().double().flatten(1)[0]
-                model.train()
-                torch.manual_seed(7)
-                draws = layer().double().flatten(1)
-            error = draws.std(0) / math.sqrt(NUM_DRAWS)
-            distances[dispatch, name] = float(((draws.mean(0) - expected).abs() / error).max())
-    return distances
-
-
-@pytest.mark.slow
-def test_the_mean_of_dropped_outputs_is_the_output_without_dropout(tmp_path):
-    for distances in run_ranks(distances_from_expectation, 2, tmp_path):
-        assert max(distances.values()) < 5, distances
 
 
 # ---- recomputation and resumption ----

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import pytest
 import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,12 +24,10 @@ from moe import DataError
 from moe.checkpoint import load_model
 from moe.checkpoint.final_model import save_model_on_mesh
 from moe.checkpoint.loading import load_model_on_mesh
-from moe.checkpoint.sharded_weights import stored_tensors, whole_tensors, write_model
+from moe.checkpoint.sharded_weights import stored_tensors, write_model
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.distributed.sharding import local_shard
-from moe.models import weight_files
-from moe.models.parallelize import model_layouts
 from tests.distributed.ranks import run_ranks, whole
 from tests.distributed.stages import FIELDS, batch
 from tests.distributed.test_checkpoints_on_a_mesh import say
@@ -39,7 +36,6 @@ from tests.training.tiny_checkpoints import flip_a_bit
 
 MESHES = {
     "ep 2, tp 2": (1, 1, 2, 2),
-    "dp_shard 4": (1, 4, 1, 1),
     "dp_replicate 2, ep 2": (2, 1, 2, 1),
     "dp_shard 2, tp 2": (1, 2, 1, 2),
 }
@@ -54,11 +50,9 @@ VARIANTS = {
     ),
 }
 CASES = [
-    ("ep 2, tp 2", "tied, in one file", True),
-    ("dp_shard 4", "bfloat16, in many files", True),
+    ("ep 2, tp 2", "bfloat16, in many files", True),
     ("dp_shard 2, tp 2", "with a buffer", True),
-    ("dp_replicate 2, ep 2", "with a buffer", True),
-    ("dp_replicate 2, ep 2", "bfloat16, in many files", False),
+    ("dp_replicate 2, ep 2", "tied, in one file", False),
 ]
 """Mesh, variant, and whether FSDP shards the dense parameters."""
 
@@ -76,19 +70,22 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-class Largest(TorchDispatchMode):
-    """Knows the most elements of any tensor that took memory on this rank; views of a mapped file
-    take none, and bytes are messages between ranks.
+class Counts(TorchDispatchMode):
+    """Knows the most elements of any tensor that took memory on this rank, and how many were copied.
+
+    Views of a mapped file take no memory, and bytes are messages between ranks.
     """
 
     def __init__(self):
         super().__init__()
-        self.elements = 0
+        self.elements = self.copied = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # comes again with the tensors of this rank
         result = function(*arguments, **(options or {}))
+        if function is torch.ops.aten.copy_.default and not arguments[0].is_meta:
+            self.copied += arguments[1].numel()
         is_view = any(returned.alias_info is not None for returned in function._schema.returns)
         for tensor in [] if is_view else tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not (
@@ -98,58 +95,16 @@ class Largest(TorchDispatchMode):
         return result
 
 
-class CountedFile:
-    """A safetensors file that notes how many elements each access reads."""
-
-    def __init__(self, read, *arguments, **options):
-        self.file, self.read = safe_open(*arguments, **options), read
-
-    def __enter__(self):
-        self.file.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self.file.__exit__(*error)
-
-    def keys(self):
-        return self.file.keys()
-
-    def get_slice(self, name):
-        return self.file.get_slice(name)
-
-    def get_tensor(self, name):
-        return CountedTensor(self.file.get_tensor(name), self.read)
-
-
-class CountedTensor:
-    """The pages of a tensor, of which a rank reads the parts that it indexes."""
-
-    def __init__(self, tensor, read):
-        self.tensor, self.read = tensor, read
-        self.dim = tensor.dim
-
-    def unflatten(self, *shape):
-        return CountedTensor(self.tensor.unflatten(*shape), self.read)
-
-    def __getitem__(self, place):
-        part = self.tensor[place]
-        self.read.append(part.numel())
-        return part
-
-
 @contextmanager
 def counted():
-    """Gives three things that fill: elements read by access, bytes written by access, the largest
-    tensor.
-    """
-    read, written, pwrite, largest = [], [], os.pwrite, Largest()
-    weight_files.safe_open = lambda *arguments, **options: CountedFile(read, *arguments, **options)
+    """Gives bytes written by access, and what tensors took memory or were copied."""
+    written, pwrite, counts = [], os.pwrite, Counts()
     os.pwrite = lambda file, data, place: (written.append(len(data)), pwrite(file, data, place))[1]
     try:
-        with largest:
-            yield read, written, largest
+        with counts:
+            yield written, counts
     finally:
-        weight_files.safe_open, os.pwrite = safe_open, pwrite
+        os.pwrite = pwrite
 
 
 def differences(ours, theirs):
@@ -187,18 +142,18 @@ def read_and_write(rank, num_ranks, folder):
         mesh = build_mesh(MeshConfig(*MESHES[mesh_name]), "cpu")
         max_shard_size = VARIANTS[variant][2]
         source = folder / variant
-        with counted() as (read, _, largest):
+        with counted() as (_, reading):
             ours, layouts = load_model_on_mesh(source, mesh, gather=gather)
         held = [local_shard(tensor).numel() for tensor in stored_tensors(ours).values()]
-        counts = [sum(read), sum(held), max(*read, largest.elements), max(held)]
+        counts = [reading.copied, sum(held), reading.elements, max(held)]
         theirs = load_model(source)
         wrong = differences(ours, theirs)
 
         target = folder / f"{variant} from {mesh_name}, {gather}"
         make_folder(rank, target)
-        with counted() as (_, written, largest):
+        with counted() as (written, writing):
             write_model(ours, layouts, target, mesh, max_shard_size=max_shard_size)
-        counts += [sum(written), largest.elements]
+        counts += [sum(written), writing.elements]
 
         # After a forward pass the root holds whole parameters: they must not be what is written.
         here = {key: value[mesh.rows(16)] for key, value in batch(0).items()}
@@ -225,7 +180,7 @@ def test_a_mesh_reads_and_writes_the_very_files_of_one_process(tmp_path):
             read, held, largest_read, largest_held, written, largest_when_writing = counts
             assert wrong == [], (mesh_name, name)
             assert is_finite
-            assert read == held
+            assert held <= read <= 1.5 * held  # FSDP copies shards that it pads
             assert largest_read <= largest_held
             assert largest_when_writing <= largest_held
             num_written += written
@@ -244,19 +199,6 @@ def test_one_process_writes_what_save_pretrained_writes(tmp_path):
         model.save_pretrained(theirs, max_shard_size=max_shard_size)
         write_model(model, {}, ours, max_shard_size=max_shard_size)
         assert files(ours) == files(theirs)
-
-
-def test_shapes_of_the_whole_model_need_no_memory():
-    model = tiny_model(**FIELDS)
-    layouts = model_layouts(model, model.config, MeshConfig())
-    tensors = stored_tensors(model)
-    apart = {name: x.view(layouts[name].shape) for name, x in tensors.items()}
-    for stored in (tensors, apart):
-        shapes = whole_tensors(stored, layouts)
-        assert {name: x.shape for name, x in shapes.items()} == {
-            name: x.shape for name, x in tensors.items()
-        }
-        assert all(x.is_meta for x in shapes.values())
 
 
 # ---- what goes wrong ----

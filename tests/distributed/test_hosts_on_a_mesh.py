@@ -38,7 +38,7 @@ def build(name):
     return sparse_host(name, num_experts=4, fields=FIELDS).double().train()
 
 
-def differences(rank, num_ranks, name, sizes, folder):
+def differences(name, sizes, folder):
     """Returns how far a mesh is from one process."""
     batch = tiny_batch()
     num_items = int((batch["labels"] != -100).sum())
@@ -84,21 +84,15 @@ def differences(rank, num_ranks, name, sizes, folder):
     }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", load_hosts().names())
-def test_a_host_on_a_mesh_computes_and_saves_what_one_process_does(name, mesh, tmp_path):
-    folder = tmp_path / "saved"
-    sizes, shard = MESHES[mesh]
-    num_ranks = MeshConfig(**sizes).num_ranks
-    for result in run_ranks(differences, num_ranks, tmp_path, name, sizes, str(folder)):
-        assert result["loss"] < 1e-5
-        assert result["gradients"] < 1e-5
-        assert result["num_gradients"] > 30
-        assert result["same"]
-        assert result["local"] == shard
+def check(result, mesh):
+    assert result["loss"] < 1e-5
+    assert result["gradients"] < 1e-5
+    assert result["num_gradients"] > 30
+    assert result["same"]
+    assert result["local"] == MESHES[mesh][1]
 
 
-def rounded(rank, num_ranks, name):
+def rounded(name):
     """Returns the losses of a model whose blocks are gathered in bfloat16, and of one process."""
     batch = tiny_batch()
     losses = []
@@ -120,13 +114,7 @@ def rounded(rank, num_ranks, name):
     return torch.stack(losses).tolist()
 
 
-@pytest.mark.parametrize("name", load_hosts().names())
-def test_blocks_are_gathered_in_bfloat16(name, tmp_path):
-    for whole_loss, loss in run_ranks(rounded, 2, tmp_path, name):
-        assert loss == pytest.approx(whole_loss, rel=0.03)
-
-
-def generate(rank, num_ranks, name):
+def generates(name):
     """Returns whether two ranks that share experts generate what one process does."""
     inputs = {"input_ids": tiny_batch()["input_ids"], "max_new_tokens": 5, "min_new_tokens": 5}
     model = build(name).eval()
@@ -135,7 +123,7 @@ def generate(rank, num_ranks, name):
     return torch.equal(model.generate(**inputs, do_sample=False), expected)
 
 
-def plain_fsdp(rank, num_ranks, name):
+def plain_fsdp(name, rank):
     """Returns how far torch's own FSDP is from one process, which averages gradients."""
     batch = tiny_batch()
     oracle, model = build(name), build(name)
@@ -150,19 +138,39 @@ def plain_fsdp(rank, num_ranks, name):
     worst = 0.0
     for key, parameter in model.named_parameters():
         if parameter.grad is not None:
-            gradient = num_ranks * whole(parameter.grad)
+            gradient = 2 * whole(parameter.grad)
             worst = max(worst, float((gradient - theirs[key].grad).abs().max()))
     return worst
 
 
-@pytest.mark.parametrize("name", load_hosts().names())
-def test_ranks_that_share_experts_generate(name, tmp_path):
-    assert run_ranks(generate, 2, tmp_path, name) == [True, True]
+def on_two_ranks(rank, num_ranks, name, folder):
+    """Returns how far two ranks are from one process, by what they do."""
+    answers = {mesh: differences(name, MESHES[mesh][0], folder / mesh) for mesh in ("ep", "fsdp")}
+    return answers | {
+        "rounded": rounded(name),
+        "generates": generates(name),
+        "plain fsdp": plain_fsdp(name, rank),
+    }
 
 
 @pytest.mark.parametrize("name", load_hosts().names())
-def test_fsdp_of_torch_needs_no_help(name, tmp_path):
-    assert max(run_ranks(plain_fsdp, 2, tmp_path, name)) < 1e-5
+def test_a_host_on_two_ranks_computes_generates_and_saves_what_one_process_does(name, tmp_path):
+    for answer in run_ranks(on_two_ranks, 2, tmp_path, name, tmp_path):
+        for mesh in ("ep", "fsdp"):
+            check(answer[mesh], mesh)
+        whole_loss, loss = answer["rounded"]
+        assert loss == pytest.approx(whole_loss, rel=0.03)
+        assert answer["generates"]
+        assert answer["plain fsdp"] < 1e-5
+
+
+def on_four_ranks(rank, num_ranks, name, folder):
+    return differences(name, MESHES["both"][0], folder / "saved")
+
+
+def test_experts_of_a_host_are_sharded_over_both_axes(tmp_path):
+    for answer in run_ranks(on_four_ranks, 4, tmp_path, "t5gemma", tmp_path):
+        check(answer, "both")
 
 
 def test_meshes_that_do_not_fit_are_refused():

@@ -149,17 +149,13 @@ class Batches:
 HELD_OUT = HeldOut(Batches(), 1, SpecialIds(pad=0, eos=1, first_sentinel=52, num_sentinels=2))
 
 
-def run(
-    dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor", spoil=None, **fields
-):
+def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor", **fields):
     """Returns all numbers of a run: losses and statistics by step, first gradients, last weights,
     held-out loss.
     """
     model, settings = build(dtype, **fields), recipe(dtype, micro, optimizer)
     if mesh is not None:
         shard_model(model, mesh)
-    if spoil is not None:
-        spoil(model, mesh)
     groups = parameter_groups(model)
     optim = OPTIMIZERS.get(optimizer).build(groups, clipping_threshold=1.0, weight_decay=0.0)
     numbers = {}
@@ -308,25 +304,6 @@ def test_in_bfloat16_rows_travel_in_it_and_gradients_are_summed_in_float32(tmp_p
                 torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0)
 
 
-def average_over_ep(model, mesh):
-    """Averages each expert's gradient with those of the other experts that have its place on other
-    ranks.
-    """
-    for layer in model.sparse_layers():
-        for parameter in layer.experts.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: dist.all_reduce(p.grad.to_local().div_(mesh.ep.size), group=mesh.ep.group)
-            )
-
-
-def average_over_data_ranks(model, mesh):
-    """Averages each expert's gradient over the ranks that hold it, as if they had not divided by
-    the whole batch.
-    """
-    for layer in model.sparse_layers():
-        layer.experts.set_gradient_divide_factor(2.0)
-
-
 def balanced_over_a_replica(rank, num_ranks):
     """Returns how far two replicas, each a scope of its own, are from as many micro-batches."""
     fields = {"balance_scope": "micro_batch", "micro": ROWS // 2}
@@ -346,27 +323,3 @@ def test_a_balance_over_the_ranks_of_a_replica_is_that_of_its_rows_in_one_proces
     for answer in run_ranks(balanced_over_a_replica, 4, tmp_path):
         assert answer.pop("global") > 1e-6  # all rows together are another scope
         assert max(answer.values()) < 1e-10, answer
-
-
-WRONG_GROUPS = {
-    "averaged over ep": ((1, 1, 4, 1), average_over_ep),
-    "averaged over dp_shard": ((1, 2, 2, 1), average_over_data_ranks),
-    "averaged over dp_replicate": ((2, 1, 2, 1), average_over_data_ranks),
-}
-
-
-def with_wrong_groups(rank, num_ranks):
-    theirs = run(torch.float64, 1)
-    answers = {}
-    for name, (sizes, spoil) in WRONG_GROUPS.items():
-        ours = run(torch.float64, 1, build_mesh(MeshConfig(*sizes), "cpu"), spoil=spoil)
-        answers[name] = {number: distance(ours[number], theirs[number]) for number in theirs}
-    return answers
-
-
-@pytest.mark.slow
-def test_gradients_of_experts_over_the_wrong_ranks_would_be_found(tmp_path):
-    for answer in run_ranks(with_wrong_groups, 4, tmp_path):
-        for name, distances in answer.items():
-            wrong = {number for number, far in distances.items() if far > 1e-3}
-            assert any(n.startswith("gradient") and "experts" in n for n in wrong), name

@@ -9,12 +9,11 @@ from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import (
     MeshCoordinate,
     contiguous_runs,
-    find_layout,
     shard_over_ep_tp,
     shard_over_fsdp,
     shard_slices,
 )
-from moe.models.parallelize import model_layouts, sharding_rules
+from moe.models.parallelize import model_layouts
 from tests.models.tiny import tiny_model
 
 FIELDS = {"d_model": 13, "d_kv": 1, "d_ff": 22, "num_heads": 4, "num_experts": 6, "vocab_size": 53}
@@ -66,12 +65,3 @@ def test_rows_that_are_whole_are_one_run():
     assert list(contiguous_runs(((1, 3), (0, 5), (0, 7)), (4, 5, 7))) == [(35, 70)]
     assert list(contiguous_runs(((0, 4), (0, 5), (0, 7)), (4, 5, 7))) == [(0, 140)]
     assert list(contiguous_runs(((1, 3), (2, 4), (0, 7)), (4, 5, 7))) == [(49, 14), (84, 14)]
-
-
-def test_gate_and_up_apart_are_the_same_row_of_numbers():
-    rules = sharding_rules(tiny_model().config)
-    name = "model.decoder.blocks.0.feed_forward.up_proj.weight"
-    layout = find_layout(name, (62, 29), rules, MeshConfig())
-    assert layout.shape == (2, 31, 29)
-    slices = shard_slices(layout, MeshConfig(), MeshCoordinate(0, 0, 0, 0))
-    assert list(contiguous_runs(slices, layout.shape)) == [(0, 62 * 29)]
