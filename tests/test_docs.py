@@ -189,15 +189,6 @@ def test_the_commands_of_a_page_are_understood(page, only_parse):
         check_command(words)
 
 
-def test_a_command_that_is_wrong_is_noticed(only_parse):
-    with pytest.raises(moe.ConfigError):
-        check_command(["stmoe", "eval", "run", "--modle", "x"])
-    with pytest.raises(moe.ConfigError):
-        check_command(["stmoe", "plan", "--mesh.epp", "4"])
-    with pytest.raises(AssertionError):
-        check_command(["make", "nothing"])
-
-
 @pytest.fixture(scope="module")
 def options_of():
     """Returns the options in the help of each verb of stmoe, by the words of its command."""
@@ -314,7 +305,9 @@ def test_recipes_and_files_that_are_named_exist():
             assert (ROOT / name).exists() or "NAME" in name, f"{page.name}: {name}"
 
 
-def test_the_picture_names_files_of_the_sparse_layer():
+def test_pictures_follow_dark_mode_and_that_of_the_layer_names_its_files():
+    for svg in DOCS.rglob("*.svg"):
+        assert "@media (prefers-color-scheme: dark)" in svg.read_text("utf-8"), svg.name
     picture = (DOCS / "journey.svg").read_text(encoding="utf-8")
     names = re.findall(r"([a-z_]+\.py|[a-z_]+/)(?=[,<)\s])", picture)
     assert {"dispatch.py", "routers/"} <= set(names)
@@ -326,11 +319,6 @@ def test_every_notebook_is_listed():
     page = (DOCS / "guides/notebooks.md").read_text(encoding="utf-8")
     names = sorted(path.name for path in (ROOT / "notebooks").iterdir() if path.is_file())
     assert sorted(re.findall(r"\(../../notebooks/(\w+\.ipynb)\)", page)) == names
-
-
-def test_pictures_follow_dark_mode():
-    for picture in DOCS.rglob("*.svg"):
-        assert "@media (prefers-color-scheme: dark)" in picture.read_text("utf-8"), picture.name
 
 
 def test_the_summary_of_a_command_is_text_although_it_begins_like_a_command(monkeypatch):

@@ -67,16 +67,6 @@ def test_ctrl_c_says_how_to_go_on_and_names_no_option_that_a_command_lacks(monke
     assert "Run the same command again" in capsys.readouterr().err
 
 
-def test_ctrl_c_does_not_tell_an_evaluation_to_resume(monkeypatch, capsys):
-    def interrupt(argv):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "argv", ["stmoe eval", "list"])
-    with pytest.raises(SystemExit):
-        run_main(interrupt, interrupted="The same command goes on.")
-    assert capsys.readouterr().err == "\nInterrupted. The same command goes on.\n"
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [
