@@ -7,12 +7,7 @@ import scipy.stats
 from stmoe_eval.scores.additive import mean_f1
 from stmoe_eval.scores.intervals import examples_by_group, score_answers
 from stmoe_eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric, mean_of
-from stmoe_eval.scores.pairing import (
-    PERMUTATIONS,
-    RECOMPUTED_PERMUTATIONS,
-    compare_answers,
-    permutation_test,
-)
+from stmoe_eval.scores.pairing import PERMUTATIONS, compare_answers, permutation_test
 from tests.eval.test_intervals import F1, f1
 
 SUMMED_F1 = Metric("f1", f1, additive=mean_f1([1]))
@@ -43,13 +38,9 @@ def test_a_coin_that_falls_eight_times_on_one_side():
         assert (pair.wins, pair.losses, pair.ties) == (8, 0, 3)
         assert pair.difference == pytest.approx(800 / 11)
 
-
-@pytest.mark.parametrize("metric", [ACCURACY, ANEW], ids=["sums", "answers"])
-def test_the_observed_answers_are_one_of_the_permutations(metric):
-    """A wins all of 97 examples: no random toss does as well, so only the observed one counts."""
-    num_permutations = {ACCURACY: PERMUTATIONS, ANEW: RECOMPUTED_PERMUTATIONS}[metric]
-    p, exact = p_value(metric, [1] * 97, [1] * 97, [0] * 97)
-    assert (p, exact) == (1 / (num_permutations + 1), False)
+    # Of 97 no random toss does as well, so that only the observed one counts.
+    chance = 1 / (PERMUTATIONS + 1)
+    assert p_value(ACCURACY, [1] * 97, [1] * 97, [0] * 97) == (chance, False)
 
 
 def test_wins_of_multirc_are_answers_in_f1_and_questions_in_exact_match():
@@ -67,19 +58,6 @@ def test_wins_of_multirc_are_answers_in_f1_and_questions_in_exact_match():
     assert both.headline_scores.tolist() == [100, 0, 0, 0]  # by answer, as the headline counts
 
 
-def test_systems_that_agree_on_all_examples_may_differ_on_the_next():
-    widths = []
-    for num in (28, 112):
-        answers = [0, 1] * (num // 2)
-        found = compared(ACCURACY, answers, answers, answers)
-        assert (found.difference, found.p_value, found.exact, found.ties) == (0, 1, True, num)
-        assert "no spread was seen" in found.note
-        assert found.low < 0 < found.high
-        assert found.low == pytest.approx(-found.high, rel=0.3)
-        widths.append(found.high - found.low)
-    assert widths[1] < 0.35 * widths[0] < 20
-
-
 def test_the_interval_of_a_difference_of_accuracies_is_that_of_bonett_and_price():
     """One example is added to those that each side alone has right, and two to their number."""
     num, only_a, only_b = 83, 9, 2
@@ -91,17 +69,6 @@ def test_the_interval_of_a_difference_of_accuracies_is_that_of_bonett_and_price(
     half = scipy.stats.t.ppf(0.975, num - 1) * np.sqrt((p_a + p_b - (p_a - p_b) ** 2) / (num + 2))
     assert found.low == pytest.approx(100 * (p_a - p_b - half))
     assert found.high == pytest.approx(100 * (p_a - p_b + half))
-
-
-def test_a_difference_of_scores_between_0_and_100_is_as_wide_as_the_t_interval():
-    rng = np.random.default_rng(4)
-    a = rng.normal(31, 5, size=211).tolist()
-    b = rng.normal(30, 5, size=211).tolist()
-    mean = mean_of("mean", lambda targets, answers: np.asarray(answers))
-    found = compared(mean, [0] * 211, a, b)
-    theirs = scipy.stats.ttest_rel(a, b).confidence_interval()
-    assert found.low == pytest.approx(theirs.low, abs=0.03)
-    assert found.high == pytest.approx(theirs.high, abs=0.03)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import sacrebleu
 
 from stmoe_eval.scores.intervals import score_answers, score_metrics
-from stmoe_eval.scores.pairing import compare_answers
 from stmoe_eval.scores.translation import BLEU, BLEU_13A, CHRF
 from stmoe_eval.task import TASKS
 from tests.eval.rows import examples_of
@@ -77,19 +76,6 @@ def test_the_interval_is_that_of_sacrebleus_own_bootstrap():
         half = (scores[name].high - scores[name].low) / 2
         assert scores[name].value == pytest.approx(theirs.score)
         assert half == pytest.approx(theirs._ci, rel=0.15)
-
-
-def test_two_systems_are_compared_by_their_sentences():
-    targets, answers = sentences(4, 53)
-    groups = [str(i) for i in range(53)]
-    better = score_answers([BLEU], targets, targets)
-    worse = score_answers([BLEU], targets, answers)
-    pair = compare_answers(BLEU, better, worse, groups)
-    assert pair.a == pytest.approx(100)
-    assert 0 < pair.low < pair.difference < pair.high
-    assert pair.p_value < 0.01
-    assert pair.wins > 20
-    assert pair.losses == 0
 
 
 def test_the_tasks_ask_as_t5_does():
