@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from moe.checks import check_integer
 from moe.distributed.collectives import enter_on_rank_zero, gather_or_raise
 from moe.distributed.launch import World
 from moe.errors import ConfigError, DataError, DistributedError, MoEError, did_you_mean
@@ -15,12 +14,12 @@ from moe.files import check_kind, claim_folder
 from stmoe_eval.answers.batches import requests_of
 from stmoe_eval.answers.cost import Timing, cost_of, merge_timings, read_timings, token_flops
 from stmoe_eval.answers.data_ranks import SINGLE_PROCESS, arrange_ranks
-from stmoe_eval.answers.inference import AS_SAVED, Inference, check_inference
+from stmoe_eval.answers.inference import AS_SAVED, Inference
 from stmoe_eval.answers.likelihood import Scoring
 from stmoe_eval.answers.predict import MODES, Predicted, modes_of, predict
 from stmoe_eval.answers.predictions_file import check_inference_of_file
 from stmoe_eval.answers.seq2seq import Seq2Seq, load_seq2seq
-from stmoe_eval.baselines.data import BaselineSettings, check_baselines, read_baseline_data
+from stmoe_eval.baselines.data import BaselineSettings, read_baseline_data
 from stmoe_eval.reports.contamination import load_training_text, task_contamination
 from stmoe_eval.reports.records import (
     DataInfo,
@@ -41,7 +40,7 @@ from stmoe_eval.reports.task_summary import (
 from stmoe_eval.scores.metrics import unwrap_values
 from stmoe_eval.source import BuiltIn, HubData
 from stmoe_eval.submission import Submission, write_submission
-from stmoe_eval.task import SPLITS, TASKS, Example, Task, limit_examples
+from stmoe_eval.task import TASKS, Example, Task, limit_examples
 from stmoe_eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET
 
 T = TypeVar("T")
@@ -94,25 +93,21 @@ def evaluate(
             with another `Inference` cannot be resumed.
 
     Raises:
-        ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
-            in this way.
+        ConfigError: When a task or mode is impossible, or the ranks cannot be divided in this way.
         CheckpointError: When a model cannot be loaded.
-        DataError: When `out` cannot be created or is not the folder of an evaluation, another
+        DataError: When `out` is not the folder of an evaluation, another
             evaluation writes there, it has answers of these models with another `inference`, or
             `contamination` is not a corpus.
     """
     # Reject invalid requests before loading anything.
-    chosen = check_tasks(tasks, modes, split)
-    check_integer("--limit", limit, least=1, optional="none for all")
+    chosen = check_tasks(tasks, modes)
     baselines = baselines or BaselineSettings()
-    check_baselines(baselines, chosen)
     _check_file_names(models, chosen, out)
-    gather_or_raise(lambda: _check_folder(out))
+    gather_or_raise(lambda: check_kind(out, "evaluation"))
 
     # Rank 0 alone fits baselines and scores.
     is_first = world.rank == 0
     training_text = load_training_text(contamination) if contamination else None
-    check_inference(inference, models.values())
 
     # Every model on every rank, whole or in parts.
     scoring = scoring or Scoring()
@@ -150,7 +145,8 @@ def evaluate(
     draws: HeadlineDraws = {}
     timings: list[Timing] = []
     earlier_timings = read_timings(out)
-    with enter_on_rank_zero(lambda: _claimed(out)):
+    in_use = f"Another evaluation writes to {out}. Wait for it, or give another --out."
+    with enter_on_rank_zero(lambda: claim_folder(out, "evaluation", in_use=in_use)):
         for task in chosen:
             with _reporting_failure(task.name, failed, single_process=world.size == 1):
                 folder = None if isinstance(task.source, BuiltIn) else data
@@ -187,14 +183,11 @@ def evaluate(
 # Tasks and their examples
 
 
-def check_tasks(
-    tasks: Sequence[str | Task], modes: Sequence[str] | None, split: str | None
-) -> list[Task]:
+def check_tasks(tasks: Sequence[str | Task], modes: Sequence[str] | None) -> list[Task]:
     """Returns the tasks, given themselves or by name, each once.
 
     Raises:
-        ConfigError: When there is no such task, mode or split, or a task supports none of the
-            modes.
+        ConfigError: When there is no such task or mode, or a task supports none of the modes.
     """
     by_name: dict[str, Task] = {}
     for item in tasks:
@@ -207,8 +200,6 @@ def check_tasks(
                 f"There is no mode {mode!r}.{did_you_mean(mode, MODES)} "
                 f"Choose from {', '.join(MODES)}."
             )
-    if split is not None and split not in SPLITS:
-        raise ConfigError(f"There is no split {split!r}. Choose from {', '.join(SPLITS)}.")
 
     for task in chosen:
         if modes is not None and not set(modes) & set(modes_of(task)):
@@ -426,37 +417,6 @@ def _check_answers(systems: Mapping[str, Seq2Seq], tasks: Iterable[Task], out: P
             for mode in modes_of(task):
                 path = predictions_path(out, task.name, name, mode)
                 check_inference_of_file(path, system.fingerprint, system.inference)
-
-
-def _check_folder(out: Path) -> None:
-    """Raises a DataError when nothing can be written to `out`, or it is not a folder of evaluations."""
-    with _as_write_error(out):
-        check_kind(out, "evaluation")
-
-
-@contextlib.contextmanager
-def _claimed(out: Path) -> Iterator[None]:
-    """Holds the folder for this evaluation: two would read each other's answers.
-
-    Raises:
-        DataError: When the folder cannot be written, does not belong to an evaluation, or another
-            process holds it.
-    """
-    in_use = f"Another evaluation writes to {out}. Wait for it, or give another --out."
-    with contextlib.ExitStack() as stack:
-        with _as_write_error(out):
-            stack.enter_context(claim_folder(out, "evaluation", in_use=in_use))
-        yield
-
-
-@contextlib.contextmanager
-def _as_write_error(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"Nothing can be written to {out}: {error.strerror or error}. Give another --out."
-        ) from error
 
 
 @contextlib.contextmanager

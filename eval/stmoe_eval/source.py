@@ -176,16 +176,9 @@ class BuiltIn:
 
         Args:
             split: One of `splits`.
-            folder: Must not exist: these rows are not read from files.
-            revision: Unused; applies to data on the hub.
-
-        Raises:
-            DataError: When there are files for them in `folder`.
+            folder: Unused; applies to data on the hub, as does the next one.
+            revision: Unused.
         """
-        if folder is not None and folder.exists():
-            raise DataError(
-                f"{folder} was given for a task whose rows come with Python. Remove it."
-            )
         return list(self.read(split))
 
 
@@ -240,7 +233,7 @@ class HubData:
 
     def is_local(self, split: str, folder: Path | None = None) -> bool:
         """Returns whether the rows of a split are in the files of `folder`."""
-        return split in self.splits and folder is not None and has_files(folder, split)
+        return split in self.splits and folder is not None and bool(_file_forms(folder, split))
 
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
@@ -378,17 +371,11 @@ def find_files(folder: Path, split: str, columns: Collection[str]) -> list[Path]
         f"{split}.jsonl, {split}.parquet or a folder {split} of such files, with "
         f"{', '.join(columns)}"
     )
-    try:
-        if not folder.is_dir():
-            raise DataError(f"There is no folder {folder}. Create it and add {expected}.")
-        forms = _file_forms(folder, split)
-        names = [] if forms else sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise DataError(
-            f"The folder {folder} cannot be read: {error.strerror or error}. Expected {expected}."
-        ) from error
-
+    if not folder.is_dir():
+        raise DataError(f"There is no folder {folder}. Create it and add {expected}.")
+    forms = _file_forms(folder, split)
     if not forms:
+        names = sorted(path.name for path in folder.iterdir())
         raise DataError(
             f"{folder} has no rows of split {split!r}; it holds {', '.join(names) or 'nothing'}. "
             f"Expected {expected}."
@@ -400,14 +387,6 @@ def find_files(folder: Path, split: str, columns: Collection[str]) -> list[Path]
             "them."
         )
     return forms[0]
-
-
-def has_files(folder: Path, split: str) -> bool:
-    """Returns whether there are files of a split in `folder`, in any format."""
-    try:
-        return bool(_file_forms(folder, split))
-    except OSError:
-        return False
 
 
 def _file_forms(folder: Path, split: str) -> list[list[Path]]:

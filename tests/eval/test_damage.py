@@ -7,21 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from moe import CheckpointError, ConfigError, DataError
-from moe.files import KIND_FILE
-from stmoe_eval.answers.batches import Request, requests_of
-from stmoe_eval.answers.predict import predict
+from stmoe_eval.answers.batches import Request
 from stmoe_eval.answers.seq2seq import load_seq2seq
 from stmoe_eval.commands.compare import compare_runs
 from stmoe_eval.run import evaluate
-from stmoe_eval.task import TASKS
+from tests.eval.rows import FIXTURES
 
-FIXTURES = Path(__file__).parent / "fixtures"
 TASK = "copa"
 FILES = (
     "report.json",
@@ -29,7 +24,7 @@ FILES = (
     f"predictions/{TASK}.model.rank.jsonl",
     f"predictions/{TASK}.model.generate.jsonl",
 )
-JUNK = [b"", b"[]", b"7", b"NaN", b"9" * 5_000, b"[" * 100_000, b'{"id": "\\ud800"}', b"\xff"]
+JUNK = [b"", b"[]", b"NaN", b"9" * 5_000, b'{"id": "\\ud800"}', b"\xff"]
 
 
 @pytest.fixture(scope="module")
@@ -49,26 +44,20 @@ def copied(runs, tmp_path) -> Path:
 
 
 def a_change(draw, content: bytes) -> bytes:
-    """Returns what is left of a file after one byte, one line or its end was changed."""
+    """Returns what is left of a file after some bytes or one line were changed."""
     lines = content.split(b"\n")
     line = draw(st.integers(0, len(lines) - 1))
-    place = draw(st.integers(0, len(content) - 1))
-    kind = draw(st.sampled_from(["flip", "drop", "cut", "delete", "double", "junk", "swap"]))
-    if kind == "flip":
-        flipped = bytes([content[place] ^ draw(st.integers(1, 255))])
-        return content[:place] + flipped + content[place + 1 :]
-    if kind == "drop":
-        return content[:place] + content[place + 1 :]
-    if kind == "cut":
-        return content[:place]
+    start = draw(st.integers(0, len(content) - 1))
+    kind = draw(st.sampled_from(["bytes", "delete", "double", "junk"]))
+    if kind == "bytes":
+        stop = draw(st.sampled_from([start + 1, len(content)]))
+        return content[:start] + draw(st.binary(max_size=1)) + content[stop:]
     if kind == "delete":
         lines.pop(line)
     elif kind == "double":
         lines.insert(line, lines[line])
-    elif kind == "junk":
-        lines[line] = draw(st.sampled_from(JUNK))
     else:
-        lines[line], lines[0] = lines[0], lines[line]
+        lines[line] = draw(st.sampled_from(JUNK))
     return b"\n".join(lines)
 
 
@@ -90,13 +79,12 @@ def test_compare_reads_a_damaged_run_or_says_what_is_wrong(runs, tmp_path_factor
     ("number", "changes", "message"),
     [
         (1, {"model": "0" * 16}, "line 1: model is '0000000000000000', but the report has"),
-        (1, {"mode": "generate"}, "line 1: mode is 'generate', but the report has 'rank'"),
         (2, {"output": 7}, "line 2: output is 7: Input should be a valid string"),
-        (3, {"scores": {"choice1": None}}, "line 3: scores.choice1 is None"),
-        (2, {"truncated": 1}, "line 2: truncated is 1"),
     ],
 )
-def test_an_edited_answer_is_refused_by_line(runs, copied, number, changes, message):
+def test_an_answer_of_another_model_or_kind_is_refused_by_line(
+    runs, copied, number, changes, message
+):
     path = copied / FILES[2]
     lines = path.read_text().splitlines()
     lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | changes)
@@ -106,13 +94,7 @@ def test_an_edited_answer_is_refused_by_line(runs, copied, number, changes, mess
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "noun"),
-    [
-        ("models", {}, "lists no model"),
-        ("models", {"model": {}}, "models.model"),
-        ("tasks", [{}], "tasks.0"),
-        ("settings", {}, "settings"),
-    ],
+    ("field", "value", "noun"), [("models", {}, "lists no model"), ("tasks", [{}], "tasks.0")]
 )
 def test_a_report_that_lacks_something_is_refused(runs, copied, field, value, noun):
     path = copied / "report.json"
@@ -124,54 +106,17 @@ def test_a_report_that_lacks_something_is_refused(runs, copied, field, value, no
 
 def test_examples_with_other_references_are_refused(runs, copied):
     path = copied / FILES[1]
-    first, *others = path.read_text().splitlines()
-    for changes in ({"targets": "choice2"}, {"inputs": ""}, {"id": "99"}):
-        changed = json.dumps(json.loads(first) | changes)
-        path.write_text("\n".join([changed, *others]) + "\n")
-        with pytest.raises(
-            DataError, match=r"copa\.jsonl does not contain the examples of the rep"
-        ):
-            compare_runs(str(copied), str(runs[1]))
+    path.write_text(path.read_text().replace('"targets": "choice1"', '"targets": "choice2"'))
+    with pytest.raises(DataError, match=r"copa\.jsonl does not contain the examples of the rep"):
+        compare_runs(str(copied), str(runs[1]))
 
 
-@pytest.fixture(scope="module")
-def system(folders):
-    return load_seq2seq(folders["moe"])
-
-
-@settings(max_examples=25)
-@given(st.data())
-def test_a_run_that_goes_on_answers_every_request_or_leaves_the_file_as_it_is(
-    runs, system, tmp_path_factory, data
-):
-    path = tmp_path_factory.mktemp("damaged") / "p.jsonl"
-    changed = a_change(data.draw, (runs[0] / FILES[2]).read_bytes())
-    path.write_bytes(changed)
-    task = TASKS.get(TASK)
-    requests = requests_of(task.examples(task.split, FIXTURES))
-    try:
-        predicted = predict(system, task, requests, "rank", path)
-        assert [answer.id for answer in predicted.predictions] == [each.id for each in requests]
-        assert predict(system, task, requests, "rank", path) == predicted
-    except DataError as error:
-        assert str(path) in str(error)
-        assert path.read_bytes() == changed
-
-
-@pytest.mark.parametrize("name", [KIND_FILE, "corpus.json", "config.json"])
-def test_an_evaluation_is_not_mixed_with_something_else(folders, tmp_path, name):
-    (tmp_path / name).write_text("training run", encoding="utf-8")
-    with pytest.raises(DataError, match="and an evaluation would be mixed with it"):
-        evaluate({"model": folders["t5"]}, [TASK], data=FIXTURES, out=tmp_path, command="")
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_damaged_scores_of_a_best_model_are_one_message(folders, tmp_path):
+@pytest.mark.parametrize("content", ["[]", '{"mean": "high"}', '{"step": 1.5}'])
+def test_damaged_scores_of_a_best_model_are_one_message(folders, tmp_path, content):
     model = shutil.copytree(folders["t5"], tmp_path / "best/model")
-    for content in ("[]", '{"mean": "high"}', '{"step": 1e400}', '{"step": 1.5}', "{"):
-        (tmp_path / "best/scores.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"best/scores\.json.* Restore it, or remove it"):
-            evaluate({"m": model}, [TASK], data=FIXTURES, out=tmp_path / "out", command="")
+    (tmp_path / "best/scores.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"best/scores\.json.* Restore it, or remove it"):
+        evaluate({"m": model}, [TASK], data=FIXTURES, out=tmp_path / "out", command="")
 
 
 # ---- folders of models ----
@@ -180,26 +125,6 @@ def test_damaged_scores_of_a_best_model_are_one_message(folders, tmp_path):
 @pytest.fixture
 def copied_model(folders, tmp_path) -> Path:
     return Path(shutil.copytree(folders["t5"], tmp_path / "model"))
-
-
-class Code:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.path,)
-
-
-def test_weights_that_pickle_code_are_refused_and_the_code_never_runs(copied_model, tmp_path):
-    weights = load_file(copied_model / "model.safetensors")
-    torch.save({**weights, "code": Code(tmp_path / "ran")}, copied_model / "pytorch_model.bin")
-    (copied_model / "model.safetensors").unlink()
-
-    with pytest.raises(CheckpointError, match=r"model\.bin cannot be read: .* run code"):
-        load_seq2seq(copied_model)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_tokenizer_whose_pattern_backtracks_without_end_is_one_error(copied_model):
@@ -211,7 +136,29 @@ def test_a_tokenizer_whose_pattern_backtracks_without_end_is_one_error(copied_mo
     file.write_text(json.dumps(content))
 
     request = Request("0", "a" * 60 + "!", ())
-    with pytest.raises(
-        CheckpointError, match=r"tokenizer of .*model failed on a text: .*retry-lim"
-    ):
+    with pytest.raises(CheckpointError, match=r"tokenizer of .*failed on a text: .*retry-lim"):
         load_seq2seq(copied_model).tokenize([request], 512)
+
+
+@pytest.mark.parametrize("part", ["config.json", "tokenizer_config.json"])
+def test_code_beside_a_checkpoint_is_never_asked_about_nor_run(part, copied_model, monkeypatch):
+    """A tokenizer whose code is not run is read from its files; a model cannot be."""
+
+    def refuse(prompt: str = "") -> str:
+        raise AssertionError(f"asked: {prompt}")
+
+    monkeypatch.setattr("builtins.input", refuse)
+    (copied_model / "strange.py").write_text("raise AssertionError('was run')")
+
+    content = json.loads((copied_model / part).read_text())
+    if part == "config.json":
+        content |= {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}
+    else:
+        auto_map = {"AutoTokenizer": ["strange.Tokenizer", None]}
+        content |= {"tokenizer_class": "StrangeTokenizer", "auto_map": auto_map}
+    (copied_model / part).write_text(json.dumps(content))
+    if part == "tokenizer_config.json":
+        assert load_seq2seq(copied_model).tokenizer("fire")["input_ids"]
+        return
+    with pytest.raises(CheckpointError, match="needs code that lies beside it, and such code is"):
+        load_seq2seq(copied_model)

@@ -4,29 +4,26 @@ The oracle of an option is a checkpoint that was saved with that setting.
 """
 
 import json
-import shutil
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import SwitchTransformersConfig
 
-from moe import CheckpointError, ConfigError, DataError
-from stmoe import main
+from moe import ConfigError, DataError
 from stmoe_eval.answers.batches import Request, requests_of
-from stmoe_eval.answers.cost import Tokens, cost_of, merge_timings, read_timings, token_flops
-from stmoe_eval.answers.inference import Inference, check_inference, configure, describe_capacity
+from stmoe_eval.answers.cost import Tokens, cost_of, read_timings, token_flops
+from stmoe_eval.answers.inference import Inference, configure, describe_capacity
 from stmoe_eval.answers.predict import predict
 from stmoe_eval.answers.predictions_file import read_predictions_file
 from stmoe_eval.answers.seq2seq import load_seq2seq
 from stmoe_eval.commands.compare import compare_runs
 from stmoe_eval.run import evaluate
 from tests.eval.conftest import colour_task
+from tests.eval.rows import FIXTURES
 from tests.models.tiny import DENSE, tiny_model
 
-FIXTURES = Path(__file__).parent / "fixtures"
 AS_SAVED = Inference()
 DROPLESS = Inference(capacity_factor=None)
 
@@ -39,7 +36,9 @@ def saved(tmp_path_factory, tokenizer):
         "wide": {"eval_capacity_factor": None, "min_expert_capacity": 1},
         "slots": {"expert_capacity": 2, "min_expert_capacity": 1},
         "dense": {**DENSE, "router_options": None},
+        "choice": {"router": "expert_choice", "decoder_router": "token_choice"},
     }
+    settings["choice"]["router_options"] = None
     folders = {}
     for name, changes in settings.items():
         folders[name] = tmp_path_factory.mktemp(name)
@@ -48,18 +47,9 @@ def saved(tmp_path_factory, tokenizer):
     return folders
 
 
-def answer(folder, inference, task, path):
-    """Returns the score of every choice, by request."""
-    system = load_seq2seq(folder, inference=inference)
-    made = predict(system, task, requests_of(task.examples("test")), "rank", path)
-    return {prediction.id: prediction.scores for prediction in made.predictions}
-
-
-def run(models, out, inference=None, **options):
-    options = {"data": FIXTURES, "modes": ["rank"], "command": "stmoe eval", **options}
-    if inference is not None:
-        options["inference"] = inference
-    return evaluate(models, ["copa"], out=out, **options)
+def run(models, out, inference=AS_SAVED):
+    options = {"data": FIXTURES, "modes": ["rank"], "command": "stmoe eval"}
+    return evaluate(models, ["copa"], out=out, inference=inference, **options)
 
 
 # ---- capacity and dtype ----
@@ -68,11 +58,14 @@ def run(models, out, inference=None, **options):
 @pytest.fixture(scope="module")
 def scores_of(saved, tmp_path_factory):
     """Returns the score of every choice, by request; nothing is answered twice."""
+    task = colour_task()
 
     @cache
     def ranked(name, inference=AS_SAVED):
         path = tmp_path_factory.mktemp("ranked") / "p.jsonl"
-        return answer(saved[name], inference, colour_task(), path)
+        system = load_seq2seq(saved[name], inference=inference)
+        made = predict(system, task, requests_of(task.examples("test")), "rank", path)
+        return {prediction.id: prediction.scores for prediction in made.predictions}
 
     return ranked
 
@@ -82,6 +75,7 @@ def test_a_capacity_that_is_set_gives_the_scores_of_a_checkpoint_with_it(scores_
     assert scores_of("wide", Inference(capacity_factor=0.25)) == scores_of("tight") != wide
     assert scores_of("tight", DROPLESS) == scores_of("slots", DROPLESS) == wide
     assert scores_of("slots") != wide
+    assert scores_of("choice", DROPLESS) != scores_of("choice", Inference(0.5))
 
 
 def test_dropless_answers_do_not_depend_on_the_other_requests(saved, scores_of, task, tmp_path):
@@ -105,36 +99,18 @@ def test_a_dtype_is_that_of_the_weights_and_changes_scores_a_little(name, dtype,
     assert 0 < max(differences) < 1
 
 
-def test_what_a_checkpoint_has_already_is_no_change(saved, folders):
+def test_what_a_checkpoint_has_already_is_no_change(saved, folders, tmp_path):
     own = Inference()
     assert configure(saved["wide"], Inference(None, "float32")).changes == own
     assert configure(saved["tight"], Inference(0.25, "float32")).changes == own
-    assert configure(saved["dense"], Inference(2.0)).changes == own
     assert configure(folders["t5"], DROPLESS).changes == own
     assert configure(saved["slots"], DROPLESS).changes == DROPLESS
-    assert configure(saved["wide"], Inference(2.0)).changes == Inference(2.0)
     assert describe_capacity(configure(saved["slots"], own).config) == "expert_capacity 2"
 
-
-def test_settings_that_do_nothing_or_cannot_be_are_refused(saved, folders, tmp_path):
     SwitchTransformersConfig(num_experts=3).save_pretrained(tmp_path)
-    check_inference(Inference(2.0), [saved["dense"], saved["tight"]])
-    for inference, models, message in (
-        (Inference(2.0), [saved["dense"], folders["t5"]], "--capacity-factor is 2, and no eval"),
-        (Inference(0), [saved["tight"]], "--capacity-factor is 0; expected a finite number above"),
-        (Inference(dtype="float8"), [saved["tight"]], "--dtype is 'float8'; expected one of sav"),
-        (DROPLESS, [tmp_path], "'switch_transformers', whose capacity --dropless cannot set"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check_inference(inference, models)
-
-
-def test_experts_that_choose_their_tokens_can_be_dropless_too(tokenizer, task, tmp_path):
-    changes = {"router": "expert_choice", "router_options": None, "decoder_router": "token_choice"}
-    tiny_model(**changes).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    scores = answer(tmp_path / "model", DROPLESS, task, tmp_path / "p.jsonl")
-    assert scores != answer(tmp_path / "model", Inference(0.5), task, tmp_path / "q.jsonl")
+    message = "'switch_transformers', whose capacity --dropless cannot set"
+    with pytest.raises(ConfigError, match=message):
+        configure(tmp_path, DROPLESS)
 
 
 # ---- runs ----
@@ -156,12 +132,13 @@ def test_the_settings_stand_in_report_and_predictions(saved, tmp_path):
     assert header.inference == Inference(None, "bfloat16")
 
 
-def test_a_run_does_not_go_on_with_other_settings_and_changes_nothing(saved, task, tmp_path):
+def test_runs_with_other_settings_are_compared_and_not_mixed(saved, tmp_path):
     models = {"tight": saved["tight"]}
-    run(models, tmp_path)
+    first, second = tmp_path / "a", tmp_path / "b"
+    run(models, first)
 
     def contents():
-        return {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+        return {path: path.is_file() and path.read_bytes() for path in first.rglob("*")}
 
     before = contents()
     message = (
@@ -169,64 +146,18 @@ def test_a_run_does_not_go_on_with_other_settings_and_changes_nothing(saved, tas
         r"--dropless .*; this run has --dropless\. Give the same options, or another --out"
     )
     with pytest.raises(DataError, match=message):
-        run(models, tmp_path, DROPLESS)
+        run(models, first, DROPLESS)
     assert contents() == before
-    assert run(models, tmp_path, Inference(0.25)).failed == []  # the checkpoint's own
+    assert run(models, first, Inference(0.25)).failed == []  # the checkpoint's own
 
-    # `predict` refuses them itself.
-    answer(saved["tight"], DROPLESS, task, tmp_path / "p.jsonl")
-    with pytest.raises(DataError, match="were made with --dropless; this run has neither"):
-        answer(saved["tight"], Inference(), task, tmp_path / "p.jsonl")
-
-
-def test_runs_of_one_model_with_and_without_drops_are_compared(saved, tmp_path):
-    models = {"tight": saved["tight"]}
-    run(models, tmp_path / "a")
-    run(models, tmp_path / "b", DROPLESS)
-    result = compare_runs(str(tmp_path / "a"), str(tmp_path / "b"))
+    run(models, second, DROPLESS)
+    result = compare_runs(str(first), str(second))
     assert [(task.task, task.mode) for task in result.tasks] == [("copa", "rank")]
 
     # A report that names other settings than the answers is refused.
-    (tmp_path / "b/report.json").write_bytes((tmp_path / "a/report.json").read_bytes())
+    (second / "report.json").write_bytes((first / "report.json").read_bytes())
     with pytest.raises(DataError, match=r"line 1: inference is .*, but the report has"):
-        compare_runs(str(tmp_path / "a"), str(tmp_path / "b"))
-
-
-def test_options_that_contradict_each_other_are_refused(tmp_path):
-    asked = ["run", "--model", "m", "--tasks", "copa", "--out", str(tmp_path / "out")]
-    with pytest.raises(ConfigError, match=r"--capacity-factor: not allowed with .* --dropless"):
-        main(["eval", *asked, "--dropless", "--capacity-factor", "2"])
-    assert not (tmp_path / "out").exists()
-
-
-# ---- code beside a checkpoint ----
-
-
-@pytest.mark.parametrize("part", ["config.json", "tokenizer_config.json"])
-def test_code_beside_a_checkpoint_is_never_asked_about_nor_run(
-    part, folders, tmp_path, monkeypatch
-):
-    """A tokenizer whose code is not run is read from its files; a model cannot be."""
-
-    def refuse(prompt: str = "") -> str:
-        raise AssertionError(f"asked: {prompt}")
-
-    monkeypatch.setattr("builtins.input", refuse)
-    shutil.copytree(folders["t5"], tmp_path, dirs_exist_ok=True)
-    (tmp_path / "strange.py").write_text("raise AssertionError('was run')")
-
-    content = json.loads((tmp_path / part).read_text())
-    if part == "config.json":
-        content |= {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}
-    else:
-        auto_map = {"AutoTokenizer": ["strange.Tokenizer", None]}
-        content |= {"tokenizer_class": "StrangeTokenizer", "auto_map": auto_map}
-    (tmp_path / part).write_text(json.dumps(content))
-    if part == "tokenizer_config.json":
-        assert load_seq2seq(tmp_path).tokenizer("fire")["input_ids"]
-        return
-    with pytest.raises(CheckpointError, match="needs code that lies beside it, and such code is"):
-        load_seq2seq(tmp_path)
+        compare_runs(str(first), str(second))
 
 
 # ---- cost ----
@@ -277,20 +208,13 @@ def test_two_runs_write_the_same_report_and_keep_their_times_apart(saved, tmp_pa
         text = (first / name).read_text()
         assert "FLOPs per example = 2 ×" in text
         assert f"{timing.tokens_per_second:,.0f}" in text
-
-    # The times of another task are not shown, and later ones of the same model win.
     assert report.speed("copa", system) == timing.tokens_per_second
     assert report.speed("rte", system) is None
-    assert merge_timings([timing._replace(seconds=9.0)], [timing]) == [timing]
 
-    # A run that finds all answers keeps the times that they took.
+    # A run that finds all answers keeps the times that they took; damaged times are none.
     before = (first / "timing.json").read_bytes()
     again = run({"wide": saved["wide"]}, first)
     assert (first / "timing.json").read_bytes() == before
     assert again.speed("copa", again.tasks[0].systems[0]) is not None
-
-
-def test_damaged_times_are_none(tmp_path):
-    for content in ("", "7", "[7]", '{"a": 1}', "[{}]"):
-        (tmp_path / "timing.json").write_text(content)
-        assert read_timings(tmp_path) == []
+    (first / "timing.json").write_text("[{}]")
+    assert read_timings(first) == []

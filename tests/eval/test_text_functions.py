@@ -4,9 +4,9 @@ t5_cbqa's source and tests say, on other texts.
 
 import pytest
 
-from moe import ConfigError, DataError
+from moe import DataError
 from stmoe_eval.text import postprocess
-from stmoe_eval.text.preprocess import glue, glue_task, multirc, record, stsb, translate
+from stmoe_eval.text.preprocess import glue, glue_task, multirc, record, stsb
 from stmoe_eval.text.questions import pad_punctuation, squad
 from stmoe_eval.text.wsc import definite_pronoun_resolution_simple, wsc_simple
 
@@ -20,46 +20,41 @@ def test_fields_are_in_alphabetical_order_unless_listed_and_their_text_is_kept_t
     (example,) = glue("quiz", ["no", "yes"], ["q3", "q1"])(row)
     assert example["inputs"] == "quiz q3:  Who?  q1: How  so?"
 
-    # A row may be known by another field or none, and its label may be hidden.
-    row = {"text": "a", "label": -1, "uid": "x7"}
-    expected = {"inputs": "t text: a", "targets": "<unk>"}
-    assert glue("t", ["no"], ["text"], id_field="uid")(row) == [{**expected, "idx": "x7"}]
-    assert glue("t", ["no"], ["text"], id_field=None)(row) == [expected]
-    for label in (3, -2):
-        with pytest.raises(DataError, match=rf"label {label}; expected 0 to 2 for entailment"):
-            glue_task("cb")({"premise": "p", "hypothesis": "h", "idx": 0, "label": label})
 
-
-PAIR = {"premise": "p", "hypothesis": "h", "idx": 3}
-SENTENCES = {"sentence1": "s", "sentence2": "t", "idx": 3}
-SINGLE = {"sentence": "s", "idx": 3}
-QUESTIONS = {"question1": "s", "question2": "t", "idx": 3}
-QUESTION = {"question": "q", "sentence": "s", "idx": 3}
 NLI = ["entailment", "neutral", "contradiction"]
 TWO = ["entailment", "not_entailment"]
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "inputs", "targets"),
+    ("name", "fields", "inputs", "targets"),
     [
-        ("cola", SINGLE, "cola sentence: s", ["unacceptable", "acceptable"]),
-        ("sst2", SINGLE, "sst2 sentence: s", ["negative", "positive"]),
-        ("mrpc", SENTENCES, "mrpc sentence1: s sentence2: t", ["not_equivalent", "equivalent"]),
-        ("qqp", QUESTIONS, "qqp question1: s question2: t", ["not_duplicate", "duplicate"]),
-        ("mnli_matched", PAIR, "mnli hypothesis: h premise: p", NLI),
-        ("ax", PAIR, "mnli hypothesis: h premise: p", NLI),
-        ("qnli", QUESTION, "qnli question: q sentence: s", TWO),
-        ("rte", PAIR, "rte hypothesis: h premise: p", TWO),
-        ("wnli", SENTENCES, "wnli sentence1: s sentence2: t", TWO[::-1]),
-        ("cb", PAIR, "cb hypothesis: h premise: p", ["entailment", "contradiction", "neutral"]),
-        ("axg", PAIR, "rte hypothesis: h premise: p", TWO),
-        ("axb", SENTENCES, "rte hypothesis: t premise: s", TWO),
+        ("cola", "sentence", "cola sentence: 0", ["unacceptable", "acceptable"]),
+        ("sst2", "sentence", "sst2 sentence: 0", ["negative", "positive"]),
+        (
+            "mrpc",
+            "sentence1 sentence2",
+            "mrpc sentence1: 0 sentence2: 1",
+            ["not_equivalent", "equivalent"],
+        ),
+        (
+            "qqp",
+            "question1 question2",
+            "qqp question1: 0 question2: 1",
+            ["not_duplicate", "duplicate"],
+        ),
+        ("mnli_matched", "premise hypothesis", "mnli hypothesis: 1 premise: 0", NLI),
+        ("ax", "premise hypothesis", "mnli hypothesis: 1 premise: 0", NLI),
+        ("qnli", "question sentence", "qnli question: 0 sentence: 1", TWO),
+        ("rte", "premise hypothesis", "rte hypothesis: 1 premise: 0", TWO),
+        ("wnli", "sentence1 sentence2", "wnli sentence1: 0 sentence2: 1", TWO[::-1]),
+        ("axb", "sentence1 sentence2", "rte hypothesis: 1 premise: 0", TWO),
     ],
 )
-def test_every_task_has_its_prompt_and_its_own_order_of_labels(name, row, inputs, targets):
+def test_every_task_has_its_prompt_and_its_own_order_of_labels(name, fields, inputs, targets):
+    row = {field: str(number) for number, field in enumerate(fields.split())}
     for label, target in [*enumerate(targets), (-1, "<unk>")]:
         expected = {"inputs": inputs, "targets": target, "idx": 3}
-        assert glue_task(name)({**row, "label": label}) == [expected]
+        assert glue_task(name)({**row, "idx": 3, "label": label}) == [expected]
 
 
 def test_multirc_loses_breaks_and_bold_and_record_parts_highlights_by_their_punctuation():
@@ -93,8 +88,7 @@ SCHEMA |= {"span1_index": 0, "span1_text": "Ada", "span2_text": "she"}
     ("text", "index", "marked"),
     [
         (SCHEMA["text"], 8, "Ada told Bo that she won , so *she* ran ."),
-        ("Ada  told Bo that she won", 5, "Ada  told Bo that *she* won"),
-        ("Ada told Bo that she", 4, "Ada told Bo that *she* "),  # T5 joins what follows: nothing
+        ("Ada  told Bo that she", 5, "Ada  told Bo that *she* "),  # T5 joins what follows: nothing
     ],
 )
 def test_the_pronoun_at_the_index_is_marked_and_training_keeps_right_referents(text, index, marked):
@@ -102,28 +96,15 @@ def test_the_pronoun_at_the_index_is_marked_and_training_keeps_right_referents(t
     expected = {"inputs": f"wsc: {marked}", "targets": "Ada", "label": 1, "idx": 7}
     assert wsc_simple(row) == wsc_simple(row, correct_referent_only=True) == [expected]
     assert wsc_simple({**row, "label": 0}, correct_referent_only=True) == []
+    for other in (3, 99):
+        with pytest.raises(DataError, match=rf"span2_index {other} of WSC row 7"):
+            wsc_simple({**row, "span2_index": other})
 
 
-@pytest.mark.parametrize(
-    ("indices", "message"),
-    [
-        ({"span2_index": 3}, "span2_index 3 of WSC row 7"),
-        ({"span2_index": 99}, "span2_index 99 of WSC row 7"),
-        ({"span1_index": -1}, "span1_index of WSC row 7 is -1"),
-        ({"span1_index": 6}, "span1_index of WSC row 7 is 6"),
-    ],
-)
-def test_an_index_past_the_text_or_of_another_word_is_refused(indices, message):
-    row = {**SCHEMA, "text": "Ada told Bo that she won", "span2_index": 4, **indices}
-    with pytest.raises(DataError, match=message):
-        wsc_simple(row)
-
-
-@pytest.mark.parametrize("end", [" ", ""])
-def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
+def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same():
     text = (
         "The boy continued to whip the pony , and eventually the pony threw him over. John laughed "
-        'out quite loud. "Good for him," he said.' + end
+        'out quite loud. "Good for him," he said. '
     )
     row = {"text": text, "span1_index": 0, "span1_text": "The boy", "label": 0, "idx": 1}
     (example,) = wsc_simple({**row, "span2_text": "him", "span2_index": 22})
@@ -141,8 +122,7 @@ def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
 @pytest.mark.parametrize(
     ("sentence", "marked"),
     [
-        ("Bo met the one, he, who won.", "Bo met the one, *he*, who won."),
-        ("He said that she saw he.", "He said that she saw *he*."),
+        ("He said that he, he, won.", "He said that *he*, he, won."),
         # Neither is between a space and one of space, full stop, comma.
         ("he won; so he!", "he won; so he!"),
     ],
@@ -153,14 +133,13 @@ def test_the_first_occurrence_of_a_pronoun_between_delimiters_is_marked(sentence
     assert definite_pronoun_resolution_simple(row) == [expected]
 
 
-# ---- questions and translations ----
+# ---- questions ----
 
 
 def test_ascii_punctuation_is_padded_and_a_question_without_answers_has_a_hidden_target():
     expected = {
         '"It  was (1845-1986) ".': ' " It was ( 1845 - 1986 ) " . ',
         "a_b\t\n'c\u2019": "a _ b ' c\u2019",
-        "": "",
     }
     assert {text: pad_punctuation(text) for text in expected} == expected
 
@@ -170,13 +149,6 @@ def test_ascii_punctuation_is_padded_and_a_question_without_answers_has_a_hidden
     assert (example["targets"], example["answers"]) == ("<unk>", [])
 
 
-def test_languages_are_called_by_their_english_names():
-    (example,) = translate("en", "zh-cn")({"en": "Yes.", "zh-cn": "是"})
-    assert example == {"inputs": "translate English to Chinese: Yes.", "targets": "是"}
-    with pytest.raises(ConfigError, match="no language 'xx'"):
-        translate("en", "xx")
-
-
 # ---- postprocessors ----
 
 
@@ -184,12 +156,9 @@ def test_languages_are_called_by_their_english_names():
     ("answer", "referent", "value"),
     [
         ("THE cat", "cat", 1),
-        ("Bob's hat", "Bob", 0),
         ("Bob's", "Bob's hat", 1),
         ("fuzzy cat", "fuzzy bunny", 0),
         ("the", "cup", -1),
-        ("their cups", "those", 0),
-        ("cup.", "cup", 0),
         ("cup  cup", "cup", 1),
     ],
 )
@@ -211,13 +180,9 @@ def test_labels_are_matched_to_the_letter_and_numbers_read_as_python_reads_them(
     assert {text: read(text, {}, False) for text in expected} == expected
 
 
-def test_targets_carry_what_answers_are_judged_by():
-    """A question of MultiRC is known by its paragraph too when the row has it."""
+def test_a_question_of_multirc_is_known_by_its_paragraph_too_when_the_row_has_it():
     assert postprocess.multirc("True", {"idx/question": 3}, True) == {"value": 1, "group": 3}
     fields = {"idx/paragraph": 2, "idx/question": 3}
     assert postprocess.multirc("False", fields, True) == {"value": 0, "group": (2, 3)}
     fields = {"answers": ["a", "b"], "idx/passage": 2, "idx/query": 3}
     assert postprocess.record("x", fields, True) == {"value": ["a", "b"], "group": (2, 3)}
-    assert postprocess.qa("x", fields, False) == "x"
-    assert postprocess.lower_text("ÄB", {}, False) == "äb"
-    assert postprocess.unchanged("ÄB ", {}, False) == "ÄB "

@@ -3,7 +3,6 @@
 Also reads the config.json of any checkpoint, without running code from its folder.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -11,7 +10,6 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from moe.checkpoint.loading import check_model_folder
-from moe.checks import check_choice, check_number
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 
@@ -68,29 +66,6 @@ class ConfiguredModel(NamedTuple):
     config: Any
     changes: Inference
     settings: dict[str, Any]
-
-
-def check_inference(inference: Inference, folders: Iterable[Path]) -> None:
-    """Raises when settings are impossible for the checkpoints that are evaluated.
-
-    Raises:
-        CheckpointError: When a folder holds no model.
-        ConfigError: When a value is invalid, or no model has experts.
-    """
-    factor = inference.capacity_factor
-    if factor != SAVED:
-        check_number("--capacity-factor", factor, above=0, optional="--dropless for none")
-    check_choice("--dtype", inference.dtype, (SAVED, *DTYPES))
-
-    # Dense models have no capacity; if all are dense, a factor would have no effect.
-    num_sparse = 0
-    for folder in folders:
-        config = configure(folder, inference).config
-        num_sparse += isinstance(config, STMoEConfig) and config.num_experts > 0
-    if num_sparse == 0 and factor not in (SAVED, None):
-        raise ConfigError(
-            f"--capacity-factor is {factor:g}, and no evaluated model has experts. Remove the option."
-        )
 
 
 def configure(folder: Path, inference: Inference) -> ConfiguredModel:

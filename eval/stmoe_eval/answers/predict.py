@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from moe.checks import shown
 from moe.data.tokenizer import text_ids
 from moe.distributed.collectives import gather_or_raise
-from moe.errors import CheckpointError, ConfigError
+from moe.errors import CheckpointError
 from moe.sparse.layer import RouterOutput
 from moe.sparse.stats import RouterStats
 from stmoe_eval.answers.batches import Request, TokenizedRequest, make_batches, pad_tokens
@@ -122,7 +123,7 @@ def predict(
     Rank 0 appends the predictions to `path`. A resumed run, on any number of ranks, reads back the
     complete batches and answers the others: its file equals, byte for byte, that of an uninterrupted
     run on the same machine. A file for a different model, task, mode, decoding or list of requests is replaced. One
-    with another scoring is rescored without the model. Predictions made with another `Inference` cannot be resumed.
+    with another scoring is rescored without the model.
 
     A sparse model drops tokens by group, so a prediction may depend on the other requests in its
     batch. The batches are therefore a function of all requests, and not of the ranks that share
@@ -132,17 +133,15 @@ def predict(
         system: The model.
         task: Defines the input length and the decoding.
         requests: Requests with unique ids.
-        mode: `generate`, by `task.decoding`, or `rank` (log-probability of each choice).
+        mode: One of `modes_of(task)`: `generate`, by `task.decoding`, or `rank` (log-probability of
+            each choice).
         path: JSONL file; see `stmoe_eval.answers.predictions_file`.
         scoring: How choices are scored.
 
     Raises:
         CheckpointError: When the model gives a log-probability that is NaN.
-        ConfigError: When there is no such mode, or it is `rank` and a request has no choices.
-        DataError: When the file cannot be written, or its answers were made under another
-            `Inference`.
+        DataError: When the file cannot be read or written.
     """
-    _check_requests(task, requests, mode)
     ranks = system.ranks
     is_writer = ranks.world.rank == 0
 
@@ -161,10 +160,7 @@ def predict(
     def num_reusable(num_answered: int) -> int:
         return ranks.num_reusable(num_answered, len(batches))
 
-    def resume() -> list[Batch]:
-        return file.resume(list(map(_ids, batches)), num_reusable)
-
-    answered = gather_or_raise(resume)[0]
+    answered = gather_or_raise(partial(file.resume, num_reusable))[0]
 
     # The rest in rounds: each rank answers one batch, and rank 0 writes them all.
     progress = tqdm(
@@ -237,23 +233,6 @@ def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | 
 # Before and after the model
 
 
-def _check_requests(task: Task, requests: Sequence[Request], mode: str) -> None:
-    """Raises a ConfigError when the task cannot be asked in this mode."""
-    if mode not in MODES:
-        raise ConfigError(f"There is no mode {mode!r}. Choose from {', '.join(MODES)}.")
-    if mode not in modes_of(task):
-        raise ConfigError(f"{task.name} has no choices to rank. Choose the mode generate.")
-    if mode != "rank":
-        return
-
-    without_choices = [request.id for request in requests if not request.choices]
-    if without_choices:
-        raise ConfigError(
-            f"{len(without_choices)} requests of {task.name} have no choices to rank, the first is "
-            f"{without_choices[0]!r}. Leave them out, or choose the mode generate."
-        )
-
-
 def _header(
     system: Seq2Seq,
     task: Task,
@@ -288,10 +267,6 @@ def _check_scores(batches: Sequence[Batch], header: Header) -> None:
                         f"The model {header.model} gives the choice {shown(text)} of {header.task} "
                         f"{prediction.id} a log-probability that is NaN. {advice}"
                     )
-
-
-def _ids(batch: Sequence[TokenizedRequest]) -> list[str]:
-    return [item.request.id for item in batch]
 
 
 def _num_predictions(batches: Sequence[Batch]) -> int:

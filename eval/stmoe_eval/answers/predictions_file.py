@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from moe.checks import shown
 from moe.errors import DataError
 from moe.json_lines import JsonLines
 from moe.parsing import read_json_lines, to_json, to_record
@@ -133,8 +132,7 @@ class PredictionsFile:
     Args:
         path: The file; None on all ranks but rank 0.
         header: Everything that the predictions depend on. A file with another header is replaced;
-            one that differs only in its scoring is rescored; one of the same model with another
-            `Inference` raises an error.
+            one that differs only in its scoring is rescored.
     """
 
     def __init__(self, path: Path | None, header: Header) -> None:
@@ -142,28 +140,21 @@ class PredictionsFile:
         self.header = header
         self._lines: JsonLines | None = None
 
-    def resume(
-        self, ids: Sequence[Sequence[str]], num_reusable: Callable[[int], int]
-    ) -> list[Batch]:
+    def resume(self, num_reusable: Callable[[int], int]) -> list[Batch]:
         """Returns the batches of the file, and rewrites it to hold only these.
 
         Args:
-            ids: Ids of the requests of each batch.
             num_reusable: Returns how many of as many closed batches to keep.
 
         Raises:
-            DataError: When the file cannot be read or written, holds no predictions, or was edited.
-                The old content is then still there.
+            DataError: When the file cannot be read or written, or holds no predictions. The old
+                content is then still there.
         """
         if self.path is None:
             return []
         try:
-            # Stored answers must belong to the current requests.
-            batches = self._read_batches(self.path)
-            for number, batch in enumerate(batches):
-                self._check_ids(ids[number] if number < len(ids) else [], batch)
-
             # Kept batches are scored again, in case the file was written with another scoring.
+            batches = self._read_batches(self.path)
             num_kept = num_reusable(len(batches))
             batches = [batch.scored(self.header.scoring) for batch in batches[:num_kept]]
             self._lines = JsonLines(self.path, [self.header.to_json(), *_lines_of(batches)])
@@ -190,17 +181,8 @@ class PredictionsFile:
         header, batches = read_predictions_file(path)
         if header is None:
             return []
-        _check_inference(path, header, self.header.model, self.header.inference)
         with_own_scoring = header._replace(scoring=self.header.scoring)
         return batches if with_own_scoring == self.header else []
-
-    def _check_ids(self, ids: Sequence[str], batch: Batch) -> None:
-        """Raises a DataError when a batch answers other requests than these."""
-        answered = [prediction.id for prediction in batch.predictions]
-        if not answered or answered != list(ids):
-            raise DataError(
-                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were expected. {_ADVICE}"
-            )
 
     def _write_error(self, error: OSError) -> DataError:
         return DataError(
@@ -232,10 +214,6 @@ def check_inference_of_file(path: Path, model: str, inference: Inference) -> Non
         header = to_record(Header, value, where=f"{path}, line 1")
     except (DataError, StopIteration):
         return
-    _check_inference(path, header, model, inference)
-
-
-def _check_inference(path: Path, header: Header, model: str, inference: Inference) -> None:
     if header.model != model or header.inference == inference:
         return
     neither = "neither --dropless nor --capacity-factor nor --dtype"

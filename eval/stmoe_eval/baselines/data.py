@@ -1,12 +1,9 @@
 """The labels of a task that baselines are fitted to."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe.checks import check_integer
 from moe.data.mixture import choose_examples, format_choice
-from moe.errors import ConfigError
 from stmoe_eval.baselines.classifiers import BaselineData, has_baselines
 from stmoe_eval.task import Task
 
@@ -23,25 +20,6 @@ class BaselineSettings:
 
     train_examples: int | None = None
     train_seed: int = 0
-
-
-def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
-    """Raises a ConfigError when a number is out of range, or a setting would change nothing."""
-    check_integer("--train-examples", settings.train_examples, least=1, optional="none for all")
-    most = 2**32 - 1
-    check_integer("--train-seed", settings.train_seed, least=0, most=most, reason="it has 32 bits")
-    if settings.train_seed and settings.train_examples is None:
-        raise ConfigError(
-            f"--train-seed {settings.train_seed} would change nothing: it draws the examples of "
-            "--train-examples. Give both."
-        )
-
-    # No task would use them.
-    if settings.train_examples is not None and not any(map(has_baselines, tasks)):
-        raise ConfigError(
-            f"--train-examples {settings.train_examples} would change nothing: no task has "
-            "baselines, since each example brings its own choices. Remove the option."
-        )
 
 
 def read_baseline_data(

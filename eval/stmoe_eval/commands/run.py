@@ -1,6 +1,5 @@
 """stmoe eval run: evaluates models on tasks and writes the reports."""
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from stmoe_eval.reports.records import AverageScore, MetricScore, Report, System
 from stmoe_eval.reports.report_text import contamination_sentence, cost_rows, signature_sentences
 from stmoe_eval.reports.scoreboard import NOT_SCORED
 from stmoe_eval.run import evaluate
-from stmoe_eval.task import SPLITS, Task
+from stmoe_eval.task import SPLITS
 
 _MAX_SECONDS = 30 * 24 * 3600
 """Longest time that ranks wait for others; what waits for a month is lost."""
@@ -147,18 +146,15 @@ def main(argv: list[str]) -> None:
     inputs = [*files, arguments.contamination, *models.values()]
     out = output_path(arguments.out, inputs=inputs)
     logging.disable_progress_bar()
-    if arguments.train_pairs is not None and arguments.pairs is None:
-        raise ConfigError(
-            f"--train-pairs {arguments.train_pairs} would change nothing: tasks train their baselines on their own "
-            "training rows. Give --pairs, or leave it out."
-        )
-    if arguments.columns and arguments.pairs is None:
-        raise ConfigError("--columns has no effect on tasks. Give --pairs, or leave it out.")
+    tasks = arguments.tasks
+    if arguments.pairs is not None:
+        columns = parse_columns(arguments.columns, COLUMNS)
+        tasks = [read_pairs_task(arguments.pairs, arguments.train_pairs, columns)]
 
     with launch(arguments.timeout) as world:
         report = evaluate(
             models,
-            arguments.tasks or [read_own_pairs(arguments)],
+            tasks,
             modes=arguments.modes,
             split=arguments.split,
             limit=arguments.limit,
@@ -187,24 +183,6 @@ def main(argv: list[str]) -> None:
         print(f"error: {failure.task} failed: {failure.message}", file=sys.stderr)
     if report.failed:
         sys.exit(1)
-
-
-def read_own_pairs(arguments: argparse.Namespace) -> Task:
-    """Returns the task of --pairs.
-
-    Raises:
-        ConfigError: When an option has no effect.
-        DataError: When a file is missing, or a line is not a pair.
-    """
-    for name in ("data", "split", "revision"):
-        value = getattr(arguments, name)
-        if value is not None:
-            raise ConfigError(
-                f"--{name} {value} cannot be combined with --pairs, which names the whole data. "
-                "Leave it out."
-            )
-    columns = parse_columns(arguments.columns, COLUMNS)
-    return read_pairs_task(arguments.pairs, arguments.train_pairs, columns)
 
 
 def parse_models(values: list[str]) -> dict[str, Path]:
