@@ -55,10 +55,17 @@ def test_scores_without_the_examples_of_a_corpus_are_those_of_the_other_rows(
         assert (scores.name, scores.mode) == (system.name, system.mode)
         assert scores.scores == system.scores
 
+    # Where all are in the corpus, nothing is scored.
+    texts = [f"{row['question']} passage {row['passage']}" for row in rows]  # T5's text of boolq
+    whole = make_corpus(tmp_path / "whole", texts)
+    options = {"data": ROWS.parents[1], "modes": ["rank"]}
+    found = run(folders, tmp_path / "none", contamination=whole, **options).tasks[0].contamination
+    assert (found.num_clean, found.clean_scores) == (0, [])
+    assert clean.tasks[0].contamination is None
+
     # It stands in every form of the report.
     sentence = f"{len(rows) - 1} examples are clean."
     saved = json.loads((tmp_path / "all/report.json").read_text(encoding="utf-8"))
-    assert saved["settings"]["contamination"] == str(corpus)
     assert saved["tasks"][0]["contamination"]["overlaps"][0]["num_shared"] == 1
     assert sentence in (tmp_path / "all/report.md").read_text(encoding="utf-8")
     assert sentence in (tmp_path / "all/report.html").read_text(encoding="utf-8")
@@ -66,24 +73,6 @@ def test_scores_without_the_examples_of_a_corpus_are_those_of_the_other_rows(
     printed = capsys.readouterr().out
     assert sentence in printed
     assert "ours, clean" in printed
-
-
-def test_without_a_corpus_nothing_is_said_and_without_clean_examples_nothing_is_scored(
-    folders, tmp_path
-):
-    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    texts = [f"{row['question']} passage {row['passage']}" for row in rows]  # T5's text of boolq
-    corpus = make_corpus(tmp_path / "corpus", texts)
-    options = {"data": ROWS.parents[1], "modes": ["rank"]}
-    report = run(folders, tmp_path / "all", contamination=corpus, **options)
-    assert report.tasks[0].contamination.num_clean == 0
-    assert report.tasks[0].contamination.clean_scores == []
-
-    report = run(folders, tmp_path / "none", **options)
-    assert report.tasks[0].contamination is None
-    saved = json.loads((tmp_path / "none/report.json").read_text(encoding="utf-8"))
-    assert "contamination" not in saved["tasks"][0]
-    assert "Overlap" not in (tmp_path / "none/report.html").read_text(encoding="utf-8")
 
 
 def test_what_is_no_corpus_is_refused_before_a_model_is_loaded(tmp_path):

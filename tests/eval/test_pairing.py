@@ -6,7 +6,7 @@ import scipy.stats
 
 from stmoe_eval.scores.additive import mean_f1
 from stmoe_eval.scores.intervals import examples_by_group, score_answers
-from stmoe_eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric, mean_of
+from stmoe_eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric
 from stmoe_eval.scores.pairing import PERMUTATIONS, compare_answers, permutation_test
 from tests.eval.test_intervals import F1, f1
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from moe import DataError
 from stmoe_eval.scores.metrics import ACCURACY
-from stmoe_eval.source import EXPORT, MAIN, BuiltIn, HubData
+from stmoe_eval.source import EXPORT, MAIN, HubData
 from stmoe_eval.task import TASKS, Task
 from stmoe_eval.text.postprocess import label_index
-from tests.eval.rows import FIXTURES
+from tests.eval.rows import FIXTURES, write_parquet
 
 COLUMNS = {"premise": str, "idx": int, "label": int, "answers": {"text": [str], "start": [int]}}
 
@@ -45,11 +45,6 @@ def cache(tmp_path, monkeypatch):
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
-
-
-def write_parquet(path: Path, rows) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def write_jsonl(path: Path, rows) -> None:
@@ -143,33 +138,30 @@ def test_other_rows_on_the_hub_are_refused_with_their_place(tmp_path, rows, mess
 def write_form(folder: Path, form: str, rows) -> None:
     """Writes the validation split in one of FORMS, a row in each shard."""
     write = write_jsonl if form.endswith("jsonl") else write_parquet
-    if form.startswith("shards"):
+    if form == "downloaded":
+        write(folder / "data/validation-00000-of-00001.parquet", rows)
+    elif form.startswith("shards"):
         for i, row in enumerate(rows):
             write(folder / f"validation/{i}.{form.split()[-1]}", [row])
     else:
         write(folder / f"validation.{form}", rows)
 
 
-FORMS = ("jsonl", "parquet", "shards of jsonl", "shards of parquet")
+FORMS = ("jsonl", "shards of jsonl", "shards of parquet", "downloaded")
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_files_take_the_place_of_the_hub_with_any_number_of_rows(tmp_path, form):
     write_form(tmp_path / "good", form, ROWS[:3])
     assert read(tmp_path / "good") == WANTED[:3]
+    found = source("owner/none")
+    assert found.is_local("validation", tmp_path / "good")
+    for split, folder in (("validation", None), ("test", tmp_path / "good"), ("train", tmp_path)):
+        assert not found.is_local(split, folder)
 
     write_form(tmp_path / "bad", form, UNLABELLED)
     with pytest.raises(DataError, match=f"{tmp_path}.* 1: label is missing.*premise, idx"):
         read(tmp_path / "bad")
-
-
-def test_a_list_of_structs_is_read_as_a_struct_of_lists(tmp_path):
-    turned = [{"text": "a", "start": 0}, {"text": "b", "start": 7}]
-    rows = [{**ROWS[0], "answers": turned}, {**ROWS[1], "answers": []}]
-    write_jsonl(tmp_path / "validation.jsonl", rows)
-    first, second = read(tmp_path)
-    assert first["answers"] == {"text": ["a", "b"], "start": [0, 7]}
-    assert second["answers"] == {"text": [], "start": []}
 
 
 @pytest.mark.parametrize(
@@ -178,14 +170,10 @@ def test_a_list_of_structs_is_read_as_a_struct_of_lists(tmp_path):
         ({"label": 2}, "label is 2; expected one of 0, 1"),
         ({"label": -1}, "label is -1"),  # not hidden in this split
         ({"label": True}, "label is True"),
-        ({"label": None}, "label is None"),
-        ({"premise": 3}, "premise is 3"),
         ({"premise": "Tea \ud83c"}, "hex escape"),
         ({"answers": "a"}, "answers is 'a'"),
         ({"answers": {"text": ["a"]}}, "answers.start is missing"),
         ({"answers": [{"text": "a"}]}, "answers.start.0 is None"),
-        ({"answers": ["a"]}, r"answers is \['a'\]"),
-        ({"answers": {"text": [1], "start": [1]}}, "answers.text.0 is 1"),
     ],
 )
 def test_a_value_of_another_kind_is_named_with_its_place(tmp_path, change, noun):
@@ -232,53 +220,18 @@ def test_a_parquet_file_with_any_byte_changed_is_rows_or_one_message(tmp_path_fa
 
 
 def test_a_folder_without_readable_rows_is_one_message(tmp_path):
-    with pytest.raises(
-        DataError, match=r"There is no folder .*none. Create it .* validation.jsonl"
-    ):
+    with pytest.raises(DataError, match=r"no folder .*none. Create it .* validation.jsonl"):
         read(tmp_path / "none")
-    with pytest.raises(DataError, match=r"The folder .* cannot be read: File name too long"):
-        read(tmp_path / ("a" * 300))
     (tmp_path / "validation.jsonl").mkdir()
     with pytest.raises(DataError, match=r"no rows of split 'validation'; it holds validation\.jso"):
         read(tmp_path)
     write_jsonl(tmp_path / "empty/validation.jsonl", [])
     with pytest.raises(DataError, match=r"in .* contain no rows \(validation\.jsonl\)"):
         read(tmp_path / "empty")
-
-
-def test_two_forms_of_a_split_are_refused(tmp_path):
-    write_form(tmp_path, "jsonl", ROWS)
-    write_form(tmp_path, "shards of parquet", ROWS)
+    write_form(tmp_path / "two", "jsonl", ROWS)
+    write_form(tmp_path / "two", "shards of parquet", ROWS)
     with pytest.raises(DataError, match=r"once: validation.jsonl and validation/0.parquet. Keep"):
-        read(tmp_path)
-
-
-def test_a_split_of_a_downloaded_dataset_is_read_from_its_files(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "README.md").write_text("# Teas")
-    for split, rows in (("train", WANTED), ("validation", WANTED[:2])):
-        table = pyarrow.Table.from_pylist(rows)
-        pyarrow.parquet.write_table(table, tmp_path / f"data/{split}-00000-of-00001.parquet")
-    assert read(tmp_path) == WANTED[:2]
-    assert source("owner/none").is_local("validation", tmp_path)
-    assert not source("owner/none").is_local("test", tmp_path)
-
-
-def test_rows_are_local_when_no_network_is_needed(tmp_path):
-    write_jsonl(tmp_path / "validation.jsonl", ROWS[:2])
-    for folder, is_local in ((None, False), (tmp_path, True), (tmp_path / "none", False)):
-        assert source("owner/none").is_local("validation", folder) is is_local
-    assert not source("owner/none").is_local("test", tmp_path)
-    assert not source("owner/none").is_local("train", tmp_path)  # not published
-
-    assert BuiltIn(lambda split: WANTED).is_local("train", tmp_path)
-    assert not BuiltIn(lambda split: WANTED, splits=("test",)).is_local("train")
-
-    # So are the files of a shard folder, if it has any.
-    write_jsonl(tmp_path / "shards/validation/part-1.jsonl", ROWS[:2])
-    assert source("owner/none").is_local("validation", tmp_path / "shards")
-    (tmp_path / "shards/test").mkdir()
-    assert not source("owner/none").is_local("test", tmp_path / "shards")
+        read(tmp_path / "two")
 
 
 # ---- tasks ----
@@ -310,38 +263,21 @@ def test_a_task_and_its_variants_read_the_folder_of_its_name(tmp_path):
     varied = replace(task, name="tea.cold", variant_of="tea")
     assert varied.examples("validation", tmp_path) == examples
 
-    # More rows are published than there are here.
-    rows = task.rows("validation", tmp_path)
-    assert (len(rows), task.source.expected("validation")) == (3, 5)
-    assert task.examples_of(rows, "validation") == examples
+    # In training a repeated row has an id of its own.
+    repeated = task.examples_of([ROWS[0], ROWS[1], ROWS[0]], "train")
+    assert [example.id for example in repeated] == ["0", "1", "0#2"]
     with pytest.raises(DataError, match=r"no split 'train' of tea. Choose one of validation, test"):
         task.examples("train", tmp_path)
 
 
-def test_a_training_row_that_is_repeated_keeps_two_ids():
-    task = a_task(source("owner/none"))
-    ids = [example.id for example in task.examples_of([ROWS[0], ROWS[1], ROWS[0]], "train")]
-    assert ids == ["0", "1", "0#2"]
-
-
-@pytest.mark.parametrize("name", ["multirc", "squad", "record"])
-def test_two_examples_of_one_id_are_refused_in_evaluation(name, tmp_path):
+def test_two_examples_of_one_id_are_refused_in_evaluation(tmp_path):
+    name = "multirc"
     rows = (FIXTURES / name / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     path = tmp_path / name / "validation.jsonl"
     path.parent.mkdir()
     path.write_text("\n".join([*rows, rows[1]]) + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=f"Two examples of {name} have the id '.*' in split 'valid"):
         TASKS.get(name).examples("validation", tmp_path)
-
-
-def test_files_for_rows_that_come_with_python_are_refused_and_a_folder_without_them_is_not(
-    tmp_path,
-):
-    task = a_task(BuiltIn(lambda split: WANTED))
-    assert len(task.examples("validation", tmp_path)) == 5
-    (tmp_path / "tea").mkdir()
-    with pytest.raises(DataError, match=r"tea was given for a task whose rows come with Python"):
-        task.examples("validation", tmp_path)
 
 
 # ---- labels that are numbers, and labels that are hidden ----
@@ -351,27 +287,6 @@ SIMILAR = {"sentence1": "Rain falls.", "sentence2": "It rains.", "idx": 0}
 STSB = TASKS.get("stsb").source
 
 
-def test_a_similarity_is_a_number_with_or_without_a_point(tmp_path):
-    labels = [0, 5, 2.75]
-    write_jsonl(tmp_path / "validation.jsonl", [{**SIMILAR, "label": label} for label in labels])
-    found = [row["label"] for row in STSB.rows("validation", tmp_path)]
-    assert found == labels
-    assert all(isinstance(label, float) for label in found)
-
-
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        *((label, r"a number from 0 to 5\.") for label in (-1, 5.01, -0.2)),
-        *((label, "label is") for label in (10**400, True, "3.0", None)),
-    ],
-)
-def test_a_similarity_that_is_no_number_in_the_range_is_refused(label, message, tmp_path):
-    write_jsonl(tmp_path / "validation.jsonl", [{**SIMILAR, "label": label}])
-    with pytest.raises(DataError, match=rf"line 1: .*{message}"):
-        STSB.rows("validation", tmp_path)
-
-
 def test_a_label_may_be_absent_where_it_is_hidden_and_nowhere_else(tmp_path):
     for split in ("validation", "test"):
         rows = [SIMILAR, {**SIMILAR, "idx": 1, "label": None}]
@@ -379,16 +294,12 @@ def test_a_label_may_be_absent_where_it_is_hidden_and_nowhere_else(tmp_path):
     assert [row["label"] for row in STSB.rows("test", tmp_path)] == [-1, -1]
     with pytest.raises(DataError, match="label is missing"):
         STSB.rows("validation", tmp_path)
-    assert TASKS.get("stsb").examples("test", FIXTURES)[0].targets == "<unk>"
 
-    # What is not hidden is not made up.
+    # What is not hidden is not made up, and a similarity lies in its range.
     write_jsonl(tmp_path / "test.jsonl", [{**SIMILAR, "sentence1": None}])
     with pytest.raises(DataError, match="sentence1 is None"):
         STSB.rows("test", tmp_path)
-
-
-@pytest.mark.parametrize(("row", "label"), [({**SIMILAR, "label": 2.5}, 2.5), (SIMILAR, -1)])
-def test_parquet_files_of_a_hidden_split_are_read_with_or_without_labels(row, label, tmp_path):
-    write_parquet(tmp_path / "test.parquet", [row])
-    (found,) = STSB.rows("test", tmp_path)
-    assert found["label"] == label
+    for label, message in ((5.01, r"a number from 0 to 5\."), (True, "label is True")):
+        write_jsonl(tmp_path / "validation.jsonl", [{**SIMILAR, "label": label}])
+        with pytest.raises(DataError, match=rf"line 1: .*{message}"):
+            STSB.rows("validation", tmp_path)
