@@ -10,7 +10,6 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.hf_api import RepoUrl
-from transformers import Trainer, TrainingArguments
 
 import moe.models.card
 from moe import (
@@ -22,7 +21,7 @@ from moe import (
     STMoEModel,
 )
 from moe.data.tokenizer import train_tokenizer
-from moe.models.card import find_source_model, model_card
+from moe.models.card import model_card
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_run import write_texts
 
@@ -169,18 +168,6 @@ def test_a_card_that_somebody_wrote_or_changed_stays_byte_for_byte(tmp_path):
         assert (tmp_path / "README.md").read_text() == text
 
 
-def test_the_card_of_transformers_trainer_takes_its_place_and_is_left_alone(tmp_path):
-    model = tiny_model()
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
-    trainer.save_model()
-    assert card_of(tmp_path).data.library_name == "moe"
-    trainer.create_model_card()
-    theirs = (tmp_path / "README.md").read_text()
-    assert "generated_from_trainer" in theirs
-    trainer.save_model()
-    assert (tmp_path / "README.md").read_text() == theirs
-
-
 # ---- where it comes from ----
 
 
@@ -196,16 +183,6 @@ def test_the_base_model_is_the_name_on_the_hub_and_lasts(tmp_path):
         model.save_pretrained(tmp_path / folder)
         assert card_of(tmp_path / folder).data.base_model == "org/tiny"
         model = STMoEForConditionalGeneration.from_pretrained(tmp_path / folder)
-
-
-def test_a_model_of_this_machine_names_no_base_model(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "runs" / "model")
-    STMoEForConditionalGeneration.from_pretrained(tmp_path / "runs" / "model").save_pretrained(
-        tmp_path / "next"
-    )
-    assert card_of(tmp_path / "next").data.base_model is None
-    (tmp_path / "next" / "README.md").write_text("---\n[\n---\n")
-    assert find_source_model(tmp_path / "next") is None
 
 
 # ---- the hub ----

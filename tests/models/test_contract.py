@@ -1,6 +1,5 @@
 """The contract of transformers: what its T5 does in user code, ours does."""
 
-import copy
 import inspect
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     pipeline,
 )
-from transformers.exporters.utils import decompose_prefill_decode
 
 from moe import (
     ConfigError,
@@ -179,19 +177,6 @@ def test_generation_computes_the_logits_of_the_last_position_alone():
     assert widths == [1, 1, 1]
 
 
-@torch.no_grad()
-def test_prefill_and_decode_are_taken_apart_as_exporters_want_them():
-    model = tiny_model(**SPARSE)
-    ids = tiny_batch()["input_ids"]
-    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
-    stages = decompose_prefill_decode(model, inputs)
-    assert set(stages) == {"prefill", "decode"}
-    for stage, given in stages.values():
-        assert set(given) <= set(inspect.signature(model.forward).parameters)
-        assert stage(**copy.deepcopy(given)).logits.shape == (4, 1, 131)
-    assert stages["decode"][1]["past_key_values"].get_seq_length() == 1
-
-
 def test_a_cache_of_self_attention_alone_is_extended_in_place():
     model, inputs = tiny_model(**SPARSE), inputs_of(STMoEModel)
     ids = inputs.pop("decoder_input_ids")
@@ -215,18 +200,6 @@ def test_the_config_of_an_encoder_alone_is_for_the_encoder_alone(tmp_path):
     for kind in (STMoEModel, STMoEForConditionalGeneration):
         with pytest.raises(ConfigError, match="is_encoder_decoder is False"):
             kind(encoder.config)
-
-
-@pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated")
-def test_both_names_of_the_dtype_take_what_transformers_takes(tmp_path):
-    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
-    for given, expected in (
-        ({"torch_dtype": "auto"}, torch.bfloat16),
-        ({"dtype": "bfloat16"}, torch.bfloat16),
-        ({"torch_dtype": torch.float32}, torch.float32),
-    ):
-        loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path, **given)
-        assert loaded.dtype == expected
 
 
 @torch.no_grad()

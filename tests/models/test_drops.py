@@ -4,15 +4,13 @@ model.
 
 import copy
 import gc
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe import STMoEConfig, STMoEForConditionalGeneration
+from moe import STMoEForConditionalGeneration
 from moe.models.model_warnings import warn_of_drops
-from moe.parsing import read_yaml
 from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import DropExperts
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
@@ -106,21 +104,6 @@ def test_the_factor_of_a_saved_model_can_be_set_when_it_is_loaded(tmp_path, said
     assert said()
 
 
-def test_the_demos_fine_tuned_model_is_quiet_about_one_sentence(said):
-    recipes = Path(__file__).parents[2] / "recipes"
-    changes = read_yaml(recipes / "st_moe_tiny_finetune.yaml")["model"]
-    fields = read_yaml(recipes / "st_moe_tiny_pretrain.yaml")["model"]
-    sentence = {
-        "input_ids": torch.full((1, 10), 5),
-        "labels": torch.full((1, 3), 5),
-    }  # all tokens want one expert
-
-    STMoEForConditionalGeneration(STMoEConfig(**fields)).eval()(**sentence)
-    assert len(said()) == 1
-    STMoEForConditionalGeneration(STMoEConfig(**{**fields, **changes})).eval()(**sentence)
-    assert len(said()) == 1
-
-
 def test_training_and_cached_decoding_read_nothing_back_from_the_device(monkeypatch):
     reads, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(
@@ -146,14 +129,6 @@ def test_training_and_cached_decoding_read_nothing_back_from_the_device(monkeypa
         cache = model(encoder_outputs=memory, **arguments).past_key_values
     model.train()(**batch)
     assert reads.count(2) == 1
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_not_broken_by_it(said):
-    model, batch = tiny_model(**SHORT, dispatch="static"), tiny_batch()
-    counts = torch._dynamo.explain(model.get_encoder())(batch["input_ids"], batch["attention_mask"])
-    assert said() == []
-    assert counts.graph_break_count == 0, counts.break_reasons
 
 
 def test_an_absolute_capacity_is_named_and_generation_says_it_too(said):

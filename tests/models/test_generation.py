@@ -7,8 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from moe import ConfigError, DataError
-from tests.models.t5 import as_t5
-from tests.models.tiny import DENSE, tiny_batch, tiny_model
+from tests.models.tiny import tiny_batch, tiny_model
 
 NEW = {"max_new_tokens": 7}
 
@@ -59,14 +58,6 @@ def test_a_prefix_with_padding_gives_the_same_tokens_with_every_cache():
     same(model.generate(**prompt(), **NEW, **given, cache_implementation="static"), expected)
 
 
-def test_a_dense_model_generates_the_tokens_of_t5():
-    ours = tiny_model(**DENSE, num_decoder_layers=2)
-    theirs = as_t5(ours)
-    for generation in ({}, {"num_beams": 2, "num_return_sequences": 2}):
-        expected = theirs.generate(**prompt(), **NEW, **generation)
-        same(ours.generate(**prompt(), **NEW, **generation), expected)
-
-
 def test_logits_by_steps_through_any_cache_are_those_of_one_call():
     model, ids = tiny_model(), tiny_batch()["labels"].clamp(min=2)
     expected = model(**prompt(), decoder_input_ids=ids, decoder_drop_tokens=False).logits
@@ -81,13 +72,6 @@ def test_logits_by_steps_through_any_cache_are_those_of_one_call():
         static.reset()
 
 
-def test_a_static_cache_wants_a_mask_over_all_its_places():
-    model, ids = tiny_model(), torch.ones(4, 3).long()
-    decoder = {"decoder_input_ids": ids, "decoder_attention_mask": ids}
-    with pytest.raises(DataError, match=r"\[4, 3\]; expected a mask \[4, 7\]"):
-        model(**prompt(), **decoder, past_key_values=static_cache(model.config, 7, 13))
-
-
 def test_assisted_decoding_and_prompt_lookup_give_the_greedy_tokens():
     model, other = tiny_model(), tiny_model(1, num_layers=1, num_decoder_layers=1)
     expected = model.generate(**prompt(1), max_new_tokens=13)
@@ -97,37 +81,6 @@ def test_assisted_decoding_and_prompt_lookup_give_the_greedy_tokens():
         {"prompt_lookup_num_tokens": 3},
     ):
         same(model.generate(**prompt(1), max_new_tokens=13, **assistance), expected)
-
-
-def test_a_cropped_cache_continues_as_if_the_tokens_had_never_been():
-    model, ids = tiny_model(), tiny_batch()["labels"].clamp(min=2)
-    cache = model(**prompt(), decoder_input_ids=ids[:, :5], use_cache=True).past_key_values
-    model(**prompt(), decoder_input_ids=ids[:, :4], past_key_values=cache)
-    cache.crop(-4)
-    after = model(**prompt(), decoder_input_ids=ids[:, 5:6], past_key_values=cache).logits
-    expected = model(**prompt(), decoder_input_ids=ids[:, :6], decoder_drop_tokens=False).logits[
-        :, -1:
-    ]
-    close(after, expected)
-
-
-def test_sampling_follows_the_seed():
-    model, tokens = tiny_model(), []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        tokens.append(model.generate(**prompt(), **NEW, do_sample=True, num_return_sequences=3))
-    same(tokens[0], tokens[1])
-    assert tokens[0].shape[0] == 12 and not torch.equal(tokens[0], tokens[2])
-
-
-def test_embeddings_in_place_of_ids_give_the_same_tokens():
-    model, inputs = tiny_model(), prompt()
-    mask = inputs["attention_mask"]
-    embedded = model.get_input_embeddings()(inputs["input_ids"])
-    for generation in ({"num_beams": 3}, {"cache_implementation": "static"}):
-        expected = model.generate(**inputs, **NEW, **generation)
-        given = {"inputs_embeds": embedded, "attention_mask": mask}
-        same(model.generate(**given, **NEW, **generation), expected)
 
 
 def test_embeddings_in_place_of_ids_give_the_same_logits_and_losses():

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from moe import MeshConfig, build_mesh
 from moe.checkpoint import load_model_on_mesh
-from moe.models.attention import eager_attention, mask_bias
 from moe.sparse.all_routers import load_routers
 from tests.distributed.ranks import run_ranks
 from tests.models.tiny import tiny_model
 
 ROUTERS = load_routers()
-OVER_TOKENS = {"router_options": {"softmax_over": "tokens"}}
 every_router = pytest.mark.parametrize("router", ROUTERS.names())
 
 
@@ -100,17 +98,6 @@ def test_logits_depend_on_no_batch_mate_and_no_padding(
         same(encoded, alone.encoder_last_hidden_state[0])
 
 
-@torch.no_grad()
-def test_expert_choice_over_tokens_looks_at_batch_mates_even_without_a_capacity_as_its_docstring_says():
-    model = model_of.__wrapped__("expert_choice", **OVER_TOKENS)
-    inputs, start = sequences(0, (5, 7)), torch.zeros(2, 1, dtype=torch.int64)
-    ids, mask = padded_left(inputs)
-    batch = model(ids, mask, decoder_input_ids=start).logits
-    alone = model(inputs[0], decoder_input_ids=start[:1]).logits
-    assert (batch[:1] - alone).abs().max() > 1e-3
-    assert "batch mates" in ROUTERS.get("expert_choice").__doc__
-
-
 @every_router
 @torch.no_grad()
 def test_logits_through_a_cache_are_those_without_one_token_by_token_or_after_a_prompt(router):
@@ -183,16 +170,6 @@ def test_a_sequence_of_padding_alone_gives_finite_numbers(dtype, attention):
     for name in ("loss", "ce_loss", "load_balance_loss"):
         assert out[name].isfinite()
     assert model(ids, mask * 0, labels=labels * 0 - 100).loss.isfinite()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_a_query_that_may_see_nothing_has_finite_attention_whatever_its_scores(dtype):
-    query = torch.full((1, 1, 2, 4), 6.0, dtype=dtype)
-    nothing = mask_bias(query.new_zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2, dtype=torch.bool))
-    y, _ = eager_attention(
-        torch.nn.Module(), query, -query, query, nothing, dropout=0.0, scaling=1.0
-    )
-    assert y.isfinite().all()
 
 
 # ---- several ranks ----

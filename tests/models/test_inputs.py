@@ -82,15 +82,6 @@ def test_other_ways_to_give_the_same_change_nothing(model):
         torch.testing.assert_close((output.loss, output.logits), (expected.loss, expected.logits))
 
 
-def test_tokens_beyond_the_end_of_a_decoder_mask_are_padding():
-    model, batch = tiny_model(), tiny_batch()
-    short = torch.tensor([[1] * 7, [0] + [1] * 6, [1] * 7, [1] * 7])
-    padded = torch.nn.functional.pad(short, (0, 4))
-    a, b = (model(**batch, decoder_attention_mask=mask) for mask in (short, padded))
-    torch.testing.assert_close((a.loss, a.logits), (b.loss, b.logits), rtol=0, atol=0)
-    assert a.decoder_router_logits[0][:, 7:].eq(0).all()
-
-
 def test_one_encoded_sequence_serves_all_targets(model):
     targets = tiny_batch(batch=3)["labels"].clamp(min=2)
     encode = model.get_encoder()

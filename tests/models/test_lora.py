@@ -10,13 +10,7 @@ import torch
 from peft import AutoPeftModelForSeq2SeqLM, LoraConfig, PeftModel, get_peft_model
 from transformers import T5ForConditionalGeneration
 
-from moe import (
-    ConfigError,
-    SparseConfig,
-    SparseFeedForward,
-    STMoEForConditionalGeneration,
-    lora_config,
-)
+from moe import ConfigError, STMoEForConditionalGeneration, lora_config
 from moe.convert.formats import convert_checkpoint
 from moe.models.pretrained import enable_activation_checkpointing
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
@@ -201,17 +195,6 @@ def test_adapters_work_under_activation_checkpointing_and_in_autocast():
     assert rounded == pytest.approx(expected, rel=0.05) and rounded != expected
 
 
-def test_generation_is_that_of_the_merged_model_with_a_cache_or_without():
-    model = attach(tiny_model())
-    plain = tiny_model().generate(tiny_batch()["input_ids"], max_new_tokens=7)
-    train(model)
-    inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
-    adapted = model.generate(**inputs, max_new_tokens=7)
-    assert torch.equal(adapted, model.generate(**inputs, max_new_tokens=7, use_cache=False))
-    assert torch.equal(adapted, model.merge_and_unload().generate(**inputs, max_new_tokens=7))
-    assert not torch.equal(adapted, plain)
-
-
 def test_what_cannot_be_attached_is_refused():
     with pytest.raises(ConfigError, match=r"the model is dense.* experts=False"):
         lora_config(tiny_model(**DENSE))
@@ -230,23 +213,6 @@ def test_what_cannot_be_attached_is_refused():
     assert lora_config(model, experts=False, lora_dropout=0.1).lora_dropout == 0.1
     with pytest.raises(ConfigError, match=r"PeftModelForSeq2SeqLM; .* without adapters"):
         lora_config(attach(model))
-
-
-def test_all_linear_of_peft_itself_leaves_the_experts_alone():
-    """Why the preset is there."""
-    model = get_peft_model(tiny_model(), LoraConfig(r=3, target_modules="all-linear"))
-    assert trainable(model) and not any(".experts." in name for name in trainable(model))
-
-
-def test_a_wrapped_layer_stands_alone_too():
-    torch.manual_seed(0)
-    layer = SparseFeedForward(SparseConfig(d_model=13, d_ff=11, num_experts=5))
-    x, holder = torch.randn(2, 7, 13), torch.nn.ModuleDict({"ffn": layer})
-    expected = layer(x)[0].detach()
-    model = get_peft_model(
-        holder, LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-    )
-    close(model.base_model.model["ffn"](x)[0], expected, 1e-6)
 
 
 def test_without_peft_the_error_says_what_to_install(monkeypatch):

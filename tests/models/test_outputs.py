@@ -5,7 +5,7 @@ transformers' T5.
 import pytest
 import torch
 
-from moe import STMoEEncoderModel, STMoEForConditionalGeneration
+from moe import STMoEForConditionalGeneration
 from tests.models.t5 import as_t5
 from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
 
@@ -91,14 +91,6 @@ def test_the_argument_wins_over_the_configuration():
             assert (getattr(encoded, encoder_name) is not None) == default
 
 
-def test_attentions_are_returned_whatever_computes_them():
-    model, batch = tiny_model(attn_implementation="sdpa"), tiny_batch()
-    eager = tiny_model(attn_implementation="eager")
-    attentions = model(**batch, output_attentions=True).cross_attentions
-    close(attentions, eager(**batch, output_attentions=True).cross_attentions)
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_router_logits_stand_by_sequence():
     model, batch = tiny_model(group_size=26), tiny_batch()
     out = model(**batch)
@@ -146,11 +138,3 @@ def test_activation_checkpointing_returns_the_same_with_the_same_gradients():
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         results.append((out.encoder_attentions, gradients))
     close(*results)
-
-
-def test_the_encoder_alone_returns_them_too():
-    model = STMoEEncoderModel(tiny_model().config).eval()
-    out = model(tiny_batch()["input_ids"], **ALL)
-    assert (len(out.hidden_states), len(out.attentions)) == (3, 2)
-    assert len(out.encoder_router_logits) == 1
-    assert out.hidden_states[-1] is out.last_hidden_state

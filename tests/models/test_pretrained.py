@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from moe import (
     CheckpointError,
@@ -20,6 +19,7 @@ from moe import (
 )
 from moe.checkpoint import load_model, load_model_on_mesh
 from moe.models.weight_files import forget_weight_sums
+from tests.models.folders import change_weights
 from tests.models.tiny import tiny_model
 
 
@@ -35,14 +35,8 @@ def put_code_into_a_bin(folder):
     torch.save(RunsCode(), folder / "pytorch_model.bin")
 
 
-def change_head(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = change(tensors["lm_head.weight"])
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 def put_nan_into_the_head(folder):
-    change_head(folder, lambda weight: weight.index_fill(0, torch.tensor([5]), float("nan")))
+    change_weights(folder, lambda weights: weights["lm_head.weight"][5].fill_(torch.nan))
 
 
 DAMAGES = {

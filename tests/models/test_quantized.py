@@ -117,19 +117,3 @@ def test_a_quantised_model_saves_and_loads_the_same(tmp_path):
         wide, a, b = (each(**tiny_batch()).logits for each in (model, quantised, loaded))
     assert torch.equal(a, b)
     assert (a - wide).abs().mean() < 0.03 * wide.abs().mean()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torchao about itself
-@torch.no_grad()
-def test_quantize_of_torchao_itself_reaches_experts_by_name():
-    quantization = pytest.importorskip("torchao.quantization")
-    int8 = quantization.Int8WeightOnlyConfig()
-    model = tiny_model(d_model=32, d_ff=64, eval_capacity_factor=None)
-    wide = model(**tiny_batch()).logits
-    named = quantization.FqnToConfig({r"re:.*\.experts\..*_proj": int8})
-    quantization.quantize_(model, named, filter_fn=None)
-    for layer in model.sparse_layers():
-        assert all(hasattr(weight, "qdata") for weight in layer.experts.parameters())
-    narrow = model(**tiny_batch()).logits
-    assert (narrow - wide).abs().mean() < 0.03 * wide.abs().mean()
