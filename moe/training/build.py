@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -148,16 +148,14 @@ def build_model(
         model.tie_weights()
         draw_weights(model, recipe.seed, layouts, launched, coordinate)
     else:
-        begins_anew = _state_of_changed_routers(STMoEConfig.from_pretrained(pretrained), config)
+        saved = STMoEConfig.from_pretrained(pretrained)
+        begins_anew = _state_of_changed_routers(saved, config)
+        settings: dict[str, Any] = {"config": config, "begins_anew": begins_anew}
         if mesh is None:
-            model = load_model(
-                pretrained, device=device_type, config=config, begins_anew=begins_anew
-            )
+            model = load_model(pretrained, device=device_type, **settings)
             layouts = model_layouts(model, config, launched)
         else:
-            model, layouts = load_model_on_mesh(
-                pretrained, mesh, config=config, bfloat16=bfloat16, begins_anew=begins_anew
-            )
+            model, layouts = load_model_on_mesh(pretrained, mesh, bfloat16=bfloat16, **settings)
 
     if recipe.training.activation_checkpointing:
         enable_activation_checkpointing(model, {"use_reentrant": False})
