@@ -1,8 +1,7 @@
 """The metrics of a run: one JSON object per line in metrics.jsonl, and the same for TensorBoard."""
 
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -51,7 +50,7 @@ def last_value(path: Path, name: str) -> float | None:
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl and to TensorBoard's files; a context manager.
+    """Appends to metrics.jsonl and to TensorBoard's files.
 
     Args:
         folder: Folder of the run.
@@ -78,15 +77,8 @@ class MetricsWriter:
             self._board.add_scalar(name, value, step)
         self._board.flush()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Closes TensorBoard's file."""
         self._board.close()
 
 

@@ -19,7 +19,7 @@ from moe.data.batches_ahead import batches_ahead
 from moe.data.pipeline import BatchSource
 from moe.distributed.collectives import is_rank_zero
 from moe.distributed.mesh import MeshConfig
-from moe.distributed.replica_groups import LiveGroups, LostStepError, ReplicaGroups
+from moe.distributed.replica_groups import LostStepError, ReplicaGroups
 from moe.training.build import BuiltModel
 from moe.training.heldout_loss import to_device
 from moe.training.step import Share
@@ -119,12 +119,23 @@ def live_steps(
         stack.enter_context(replicas.joined(steps.start, state.save, state.load))
         batches = _RestartableBatches(source, steps.stop)
         stack.callback(batches.close)
-        changes = _Changes(replicas.num_groups, steps.start)
+        num_live = replicas.num_groups
+        next_step = steps.start
         while True:
             state.optimizer.zero_grad(set_to_none=True)
             try:
                 live = replicas.begin_step()
-                changes.report(live)
+                if live.step > next_step:
+                    _report(
+                        f"Healed: took over the state of another group after step {live.step:,}."
+                    )
+                if live.num_live != num_live:
+                    _report(
+                        f"From step {live.step + 1:,} on {live.num_live} of {replicas.num_groups} replica groups take "
+                        "part."
+                    )
+                num_live = live.num_live
+                next_step = live.step + 1
                 if live.step >= steps.stop:
                     # No group leaves while another still needs the last state.
                     replicas.sum_each([torch.ones(())])
@@ -141,34 +152,10 @@ def live_steps(
             yield batches.at(live.step, numbers)
 
 
-class _Changes:
-    """Reports on rank zero, once each, which groups take part and where a healed group continues.
-
-    Args:
-        num_groups: Groups of the whole run.
-        step: First step of this group.
-    """
-
-    def __init__(self, num_groups: int, step: int) -> None:
-        self._num_groups = num_groups
-        self._num_live = num_groups
-        self._step = step
-
-    def report(self, live: LiveGroups) -> None:
-        """Reports what has changed since the last step."""
-        if live.step > self._step:
-            self._print(f"Healed: took over the state of another group after step {live.step:,}.")
-        if live.num_live != self._num_live:
-            self._print(
-                f"From step {live.step + 1:,} on {live.num_live} of {self._num_groups} replica "
-                "groups take part."
-            )
-        self._num_live = live.num_live
-        self._step = live.step + 1
-
-    def _print(self, text: str) -> None:
-        if is_rank_zero():
-            print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201  on the progress bar
+def _report(change: str) -> None:
+    """Prints a change of the groups below the progress bar, once for all ranks."""
+    if is_rank_zero():
+        print(f"\n{change}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class _RestartableBatches:

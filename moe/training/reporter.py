@@ -7,7 +7,7 @@ import atexit
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 
 from tqdm import tqdm
@@ -170,7 +170,7 @@ class Reporter:
 def open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:
     """Returns the writer of metrics on rank zero, and None on the others."""
     if is_rank_zero():
-        return MetricsWriter(folder, first_step)
+        return closing(MetricsWriter(folder, first_step))
     return nullcontext()
 
 

@@ -137,20 +137,6 @@ class _Passes(NamedTuple):
     counts: LossCounts
 
 
-class _BatchResult(NamedTuple):
-    """Losses and statistics of a whole batch, after its last backward pass.
-
-    Attributes:
-        loss: <float32>[] total loss.
-        ce_loss: <float32>[] cross-entropy in nats for each target token.
-        layer_stats: Statistics of each sparse layer, the encoder's first.
-    """
-
-    loss: Tensor
-    ce_loss: Tensor
-    layer_stats: list[RouterStats]
-
-
 def train_step(
     model: STMoEForConditionalGeneration,
     optimizer: torch.optim.Optimizer,
@@ -208,7 +194,14 @@ def take_step(
     # batch, of all ranks, losses and gradients of its parts add up to the batch's.
     counts = reduce(add_counts, [model.loss_counts(share.batch) for share in shares])
     counts = sum_counts(counts, ranks.sum_each)
-    work = _split_shares(model, shares, recipe, counts, ranks)
+    data_ranks = ranks.config.num_data_ranks
+    group_size = tokens_per_group(model.config) if model.sparse_layers() else None
+    work: list[_Passes] = []
+    for share in shares:
+        micro_batches = _split(
+            share.batch, recipe.training.micro_batch_size, group_size, data_ranks
+        )
+        work.append(_Passes(share.data_rank, micro_batches, counts))
 
     # If f_i, the share of tokens that chose expert i, spans several passes, the choices of all passes
     # must be known before the first loss.
@@ -220,9 +213,13 @@ def take_step(
 
     # Gradient of L = L_CE + c_B L_B + c_z L_z (eq. 6), added up over the micro-batches.
     passes = _forward_passes(model, work, recipe, step, ranks.config, forward)
-    result = _backward_passes(passes)
+    loss, ce_loss, layer_stats = _backward_passes(passes)
     ranks.sum_gradients(model)
-    result = _sum_over_ranks(result, ranks)
+
+    # Losses and statistics of all ranks together, in one exchange.
+    sums = ranks.sum_each([loss, ce_loss, *chain.from_iterable(layer_stats)])
+    loss, ce_loss, *stats = sums
+    layer_stats = RouterStats.unflatten(stats)
 
     # Global norm, and the update at this step's learning rate.
     grad_norm = clip_gradient(model.parameters(), recipe.optim.max_grad_norm)
@@ -234,18 +231,20 @@ def take_step(
     optimizer.zero_grad(set_to_none=True)
 
     # Routers that balance without a loss get the load of the whole batch, once per update.
-    update_routers(model.sparse_layers(), result.layer_stats)
+    for layer, stats_of_layer in zip(model.sparse_layers(), layer_stats, strict=True):
+        if learns_from_load(layer):
+            layer.router.update(stats_of_layer)
 
     num_encoder_layers = model.config.num_sparse_encoder_layers
     return StepMetrics(
-        loss=result.loss,
-        ce_loss=result.ce_loss,
+        loss=loss,
+        ce_loss=ce_loss,
         grad_norm=grad_norm,
         lr=lr,
         tokens=counts.encoder.tokens + counts.target_tokens,
-        encoder_stats=_sum_layers(result.layer_stats[:num_encoder_layers]),
-        decoder_stats=_sum_layers(result.layer_stats[num_encoder_layers:]),
-        layer_stats=result.layer_stats,
+        encoder_stats=_sum_layers(layer_stats[:num_encoder_layers]),
+        decoder_stats=_sum_layers(layer_stats[num_encoder_layers:]),
+        layer_stats=layer_stats,
     )
 
 
@@ -253,10 +252,10 @@ def take_step(
 # Micro-batches
 
 
-def split_batch(
-    batch: Batch, micro_batch_size: int | None, group_size: int | None, data_ranks: int = 1
-) -> Iterator[Batch]:
-    """Yields micro-batches of `micro_batch_size` rows; all rows when that is None.
+def _split(
+    batch: Batch, micro_batch_size: int | None, group_size: int | None, data_ranks: int
+) -> list[Batch]:
+    """Returns micro-batches of `micro_batch_size` rows; all rows when that is None.
 
     Args:
         batch: Rows of this rank.
@@ -270,15 +269,15 @@ def split_batch(
     """
     num_rows = batch["labels"].shape[0]
     micro_batch_size = micro_batch_size or num_rows
-
-    # Splitting a batch must not change which tokens are routed together.
     if group_size is not None:
         lengths = [batch[name].shape[1] for name in ("input_ids", "labels")]
         check_groups(lengths, num_rows * data_ranks, micro_batch_size, group_size)
 
+    micro_batches: list[Batch] = []
     for start in range(0, num_rows, micro_batch_size):
         rows = slice(start, start + micro_batch_size)
-        yield {name: tensor[rows] for name, tensor in batch.items()}
+        micro_batches.append({name: tensor[rows] for name, tensor in batch.items()})
+    return micro_batches
 
 
 def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> None:
@@ -316,24 +315,6 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
     )
 
 
-def _split_shares(
-    model: STMoEForConditionalGeneration,
-    shares: Sequence[Share],
-    recipe: Recipe,
-    counts: LossCounts,
-    ranks: StepRanks,
-) -> list[_Passes]:
-    """Returns the micro-batches of each share, which group tokens as the whole batch does."""
-    group_size = tokens_per_group(model.config) if model.sparse_layers() else None
-    data_ranks = ranks.config.num_data_ranks
-    micro_batch_size = recipe.training.micro_batch_size
-    work: list[_Passes] = []
-    for share in shares:
-        micro_batches = split_batch(share.batch, micro_batch_size, group_size, data_ranks)
-        work.append(_Passes(share.data_rank, list(micro_batches), counts))
-    return work
-
-
 # ---------------------------------------------------------------------------
 # Forward and backward passes
 
@@ -365,8 +346,12 @@ def _forward_passes(
             yield output
 
 
-def _backward_passes(passes: Iterator[STMoEOutput]) -> _BatchResult:
-    """Runs the backward pass of each output before the next forward pass, and adds up losses."""
+def _backward_passes(passes: Iterator[STMoEOutput]) -> tuple[Tensor, Tensor, list[RouterStats]]:
+    """Runs the backward pass of each output before the next forward pass, and adds up losses.
+
+    Returns:
+        <float32>[] total loss, <float32>[] cross-entropy, and the statistics of each sparse layer.
+    """
     losses: list[Tensor] = []
     ce_losses: list[Tensor] = []
     layer_stats: list[RouterStats] = []
@@ -379,7 +364,7 @@ def _backward_passes(passes: Iterator[STMoEOutput]) -> _BatchResult:
         ce_losses.append(output.ce_loss.detach())
         stats = [router.stats for router in router_outputs(output)]
         layer_stats = add_layer_stats(layer_stats, stats)
-    return _BatchResult(torch.stack(losses).sum(), torch.stack(ce_losses).sum(), layer_stats)
+    return torch.stack(losses).sum(), torch.stack(ce_losses).sum(), layer_stats
 
 
 def _with_balance_totals(
@@ -437,13 +422,6 @@ def _sum_balance_totals(
     return tuple(map(BalanceTotals, sums[::2], sums[1::2]))
 
 
-def _sum_over_ranks(result: _BatchResult, ranks: StepRanks) -> _BatchResult:
-    """Returns losses and statistics of all ranks together, in one exchange."""
-    numbers = [result.loss, result.ce_loss, *chain.from_iterable(result.layer_stats)]
-    loss, ce_loss, *stats = ranks.sum_each(numbers)
-    return _BatchResult(loss, ce_loss, RouterStats.unflatten(stats))
-
-
 # ---------------------------------------------------------------------------
 # Routers
 
@@ -453,20 +431,6 @@ def router_outputs(output: STMoEOutput) -> tuple[RouterOutput, ...]:
     encoder = output.encoder_router_outputs or ()
     decoder = output.decoder_router_outputs or ()
     return (*encoder, *decoder)
-
-
-def update_routers(layers: Sequence[SparseFeedForward], stats: Sequence[RouterStats]) -> None:
-    """Lets each router that learns from its load update itself from the statistics of an update.
-
-    Routers with frozen parameters are not changed.
-
-    Args:
-        layers: Sparse layers of a model, the encoder's first.
-        stats: Statistics of each layer over a whole batch.
-    """
-    for layer, layer_stats in zip(layers, stats, strict=True):
-        if learns_from_load(layer):
-            layer.router.update(layer_stats)
 
 
 def learns_from_load(layer: SparseFeedForward) -> bool:

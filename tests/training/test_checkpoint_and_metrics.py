@@ -4,6 +4,7 @@ loop.
 
 import errno
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -194,14 +195,14 @@ def numbers_of(folder, name="train/loss"):
 
 
 def test_metrics_resume_without_later_and_torn_lines(tmp_path):
-    with MetricsWriter(tmp_path, 0) as writer:
+    with closing(MetricsWriter(tmp_path, 0)) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"train/loss": 0.5 * step, "train/lr": 2.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/lo')
     assert numbers_of(tmp_path) == [(1, 0.5), (2, 1.0), (3, 1.5)]
 
-    with MetricsWriter(tmp_path, 2) as writer:
+    with closing(MetricsWriter(tmp_path, 2)) as writer:
         writer.write(3, {"train/loss": 7.0})
     assert numbers_of(tmp_path) == [(1, 0.5), (2, 1.0), (3, 7.0)]
     assert events_of(tmp_path / "tensorboard") == {
@@ -234,7 +235,7 @@ def test_metrics_that_are_something_else_are_one_message_and_stay(tmp_path):
 
 
 def test_a_run_whose_metrics_were_removed_goes_on(tmp_path):
-    with MetricsWriter(tmp_path, 5) as writer:
+    with closing(MetricsWriter(tmp_path, 5)) as writer:
         writer.write(6, {"train/loss": 1.0})
     assert numbers_of(tmp_path) == [(6, 1.0)]
 
@@ -257,7 +258,7 @@ def test_a_sentence_says_which_tables_the_model_beats():
 
 
 def test_the_last_value_of_a_metric_is_read(tmp_path):
-    with MetricsWriter(tmp_path, 0) as writer:
+    with closing(MetricsWriter(tmp_path, 0)) as writer:
         for step in (0, 7):
             writer.write(step, {"heldout/text_loss": 5.0 - step / 8})
             writer.write(step, {"train/loss": 3.0})
