@@ -5,12 +5,11 @@ import os
 import signal
 import sys
 import time
+from typing import NamedTuple
 
 import pytest
 
 from moe.checkpoint.integrity import visible_damage
-from moe.data.pipeline import PairSource
-from moe.data.tokenizer import train_tokenizer
 from moe.distributed.mesh import MeshConfig
 from moe.errors import Interrupted
 from moe.models.parallelize import model_layouts
@@ -18,43 +17,35 @@ from moe.training.build import BuiltModel
 from moe.training.interruption import SIGNALS, stop_requests
 from moe.training.loop import Run, train
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
-from tests.models.tiny import tiny_model
-from tests.training.tiny_run import write_texts
+from tests.models.tiny import tiny_batch, tiny_model
 
 
-class Interrupting:
-    """A source that gets signals while it makes the batch of a step."""
+class Interrupting(NamedTuple):
+    """A source that gets signals while it makes the third batch."""
 
-    batch_size, fingerprint = 4, "x"
-
-    def __init__(self, source, step, numbers):
-        self.source, self.step, self.numbers = source, step, numbers
+    numbers: tuple[int, ...]
+    batch_size: int = 4
+    fingerprint: str = "x"
 
     def batch(self, step, rows):
-        if step == self.step:
-            for number in self.numbers:
-                os.kill(os.getpid(), number)
-                time.sleep(0.1)  # two at once would be one
-        return self.source.batch(step, rows)
+        for number in self.numbers if step == 2 else ():
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)  # two at once would be one
+        return tiny_batch(seed=step)
 
 
 @pytest.fixture
 def interrupted(tmp_path):
     """Trains a run that gets signals in its third step, and returns its folder and how it ended."""
-    texts = [file.read_text() for file in sorted(write_texts(tmp_path / "texts").iterdir())]
-    tokenizer = train_tokenizer(texts, 230, tmp_path / "tokenizer")
-    pairs = [(text[:20], text[20:30]) for text in texts]
-    source = PairSource(pairs, tokenizer, inputs_length=13, targets_length=7, batch_size=4, seed=0)
-    recipe = Recipe(
-        optim=OptimRecipe(schedule="constant", lr=0.01, warmup_steps=0),
-        training=TrainingRecipe(steps=9, batch_size=4, log_every=1, checkpoint_every=2),
-    )
 
     def train_and_send(*numbers):
-        model = tiny_model(vocab_size=230)
+        recipe = Recipe(
+            optim=OptimRecipe(schedule="constant", lr=0.01, warmup_steps=0),
+            training=TrainingRecipe(steps=9, batch_size=4, log_every=1, checkpoint_every=2),
+        )
+        model = tiny_model()
         built = BuiltModel(model, model_layouts(model, model.config, MeshConfig()), None)
-        sending = Interrupting(source, 2, numbers)
-        run = Run(tmp_path / "run", recipe, built, tokenizer, sending, None)
+        run = Run(tmp_path / "run", recipe, built, None, Interrupting(numbers), None)
         with pytest.raises(KeyboardInterrupt) as ended:
             train(run)
         return run.folder, ended.value

@@ -19,9 +19,6 @@ def test_the_tokens_and_epochs_of_a_run_are_those_of_its_batches():
         f"7 steps train on {num_tokens:,} tokens of text: {epochs:.2f} epochs of the "
         f"{text_of_epoch:,} in the corpus."
     )
-
-
-def test_many_epochs_are_shown_without_a_fraction():
     assert "1,400 epochs of" in describe_amount(source(batch_size=NUM_CHUNKS), 1400)
 
 

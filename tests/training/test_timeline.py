@@ -34,55 +34,35 @@ def end(time, step):
     return TimelineEvent("end", time, step)
 
 
-# The process exits after its run, so that the last process has two ends. Killed after step 10 with a
-# checkpoint of step 7. A group whose checkpoint is of step 0 takes over the state after step 13.
+KILLED = [start(0.0), steps(10.0, 5, 5, 10.0), steps(20.0, 10, 5, 10.0)]
+STARTED = [start(0.0, loading=7.0), evaluation(9.0, 0, 2.0)]
+WAITED = [steps(20.0, 5, 5, 10.0, data_wait=0.5), steps(40.0, 15, 10, 10.0, data_wait=1.5)]
+UNDISTURBED = [*STARTED, *WAITED, evaluation(46.0, 15, 6.0), end(48.0, 15), end(50.0, 15)]
+HEALED = [evaluation(41.0, 0, 1.0), steps(44.5, 15, 2, 3.0, healing=1.0, healed=1, lost=0.5)]
 TIMELINES = {
+    # The process exits two seconds after the end of its run.
     "undisturbed": (
-        [
-            start(0.0, loading=7.0),
-            evaluation(9.0, 0, 2.0),
-            steps(20.0, 5, 5, 10.0, data_wait=0.5),
-            steps(40.0, 15, 10, 10.0, data_wait=1.5),
-            evaluation(46.0, 15, 6.0),
-            end(48.0, 15),
-            end(50.0, 15),
-        ],
-        {"useful": 18.0, "data_wait": 2.0, "evaluation": 8.0, "loading": 7.0, "other": 15.0},
+        UNDISTURBED,
+        {"useful": 18.0, "loading": 7.0, "data_wait": 2.0, "evaluation": 8.0, "other": 15.0},
     ),
-    "killed": (
-        [
-            start(0.0),
-            steps(10.0, 5, 5, 10.0),
-            steps(20.0, 10, 5, 10.0),
-            start(40.0, step=7),
-            steps(46.0, 10, 3, 6.0),
-        ],
+    "killed after a checkpoint of step 7": (
+        [*KILLED, start(40.0, step=7), steps(46.0, 10, 3, 6.0)],
         {"useful": 20.0, "redone": 6.0, "down": 20.0},
     ),
-    "from the first step, twice": (
-        [start(0.0), steps(5.0, 5, 5, 5.0), start(6.0), steps(8.0, 2, 2, 2.0), start(9.0)],
-        {"redone": 7.0, "down": 2.0},
+    "killed without a checkpoint, twice": (
+        [*KILLED, start(21.0), steps(23.0, 2, 2, 2.0), start(24.0)],
+        {"redone": 22.0, "down": 2.0},
     ),
-    "a process that starts before the last one has gone": (
+    "a process starts before the last one has gone": (
         [start(0.0), steps(5.0, 1, 1, 5.0), start(4.0, step=1)],
         {"useful": 5.0},
     ),
+    # The checkpoint of the group is of step 0, and it takes over the state after step 13.
     "healed": (
-        [
-            start(0.0),
-            steps(10.0, 10, 10, 10.0),
-            start(15.0),
-            evaluation(16.0, 0, 1.0),
-            steps(19.5, 15, 2, 3.0, healing=1.0, healed=1, lost=0.5),
-            steps(20.5, 16, 1, 1.0, meeting=0.25),
-        ],
+        [*KILLED, start(40.0), *HEALED, steps(45.5, 16, 1, 1.0, meeting=0.25)],
         {
-            "useful": 12.75,
-            "down": 5.0,
-            "evaluation": 1.0,
-            "meeting": 0.25,
-            "healing": 1.0,
-            "lost": 0.5,
+            **{"useful": 22.75, "down": 20.0, "evaluation": 1.0},
+            **{"meeting": 0.25, "healing": 1.0, "lost": 0.5},
         },
     ),
 }
@@ -98,7 +78,7 @@ def test_the_seconds_in_each_state_are_those_summed_by_hand(events, expected):
 
 
 def test_shares_are_of_all_seconds_and_that_of_waiting_of_the_seconds_of_steps():
-    goodput = measure_goodput(TIMELINES["undisturbed"][0])
+    goodput = measure_goodput(UNDISTURBED)
     assert (goodput.share("useful"), goodput.share("evaluation")) == (18 / 50, 8 / 50)
     assert goodput.data_wait_share == 2 / 20
     nothing = measure_goodput([start(1.0)])
