@@ -123,7 +123,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         check_kind(out, TRAINING_RUN)
         find_replica_groups(recipe.mesh, world)
         broadcast_from_rank_zero(lambda: refuse_to_overwrite(out, arguments.resume))
-        check_options(arguments, typed)
+        check_options(arguments)
         check_models(arguments)
 
         # The student's run beside its teacher.
@@ -146,16 +146,13 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         broadcast_from_rank_zero(finish)
 
 
-def check_options(arguments: Namespace, typed: set[str]) -> None:
-    """Raises a ConfigError for options that exclude each other or would change nothing."""
+def check_options(arguments: Namespace) -> None:
+    """Raises a ConfigError unless there is one source of examples."""
     if (arguments.corpus is None) == (arguments.train is None):
         given = "both" if arguments.corpus else "none"
         raise ConfigError(
             f"Expected one of --corpus and --train to train on, got {given}. Give one of them."
         )
-    for name in ("dev", "dev_share", "columns"):
-        if arguments.corpus and name in typed:
-            raise ConfigError(f"--{name} has no effect with --corpus. Leave it out.")
 
 
 def check_models(arguments: Namespace) -> None:

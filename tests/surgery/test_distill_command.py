@@ -144,9 +144,8 @@ def test_what_does_not_fit_is_refused_before_any_text_is_read(inputs, tmp_path):
     corpus = ("--corpus", inputs["corpus"])
     refuse("one of --corpus and --train to train on, got none")
     refuse("got both", *corpus, "--train", "pairs.jsonl")
-    refuse("--dev_share has no effect", *corpus, "--dev_share", "0.1")
     refuse("soft_weight is 0", *corpus, "--distillation.soft_weight", "0")
-    refuse("init is worst; expected one of random", *corpus, "--distillation.init", "worst")
+    refuse("init is 'worst'; expected one of random", *corpus, "--distillation.init", "worst")
 
     # Models of another vocabulary, or without experts.
     config = STMoEConfig.from_pretrained(inputs["teacher"])
