@@ -1,4 +1,4 @@
-"""Mixtures. Oracles: rates by hand; counting what a long stretch of the stream holds; asking in
+"""Mixtures. Oracles: counting what a long stretch of the stream holds; asking in
 another order.
 """
 
@@ -8,51 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe.data.mixture import MixtureSource, check_rates, choose_examples, format_choice, mixing_rate
+from moe.data.mixture import MixtureSource, choose_examples, format_choice
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError, DataError
 from tests.data.test_pipeline import same
 from tests.models.tiny import tiny_model
-
-SUPERGLUE = {  # training examples that T5's preprocessors make
-    "boolq": 9427,
-    "cb": 250,
-    "copa": 400,
-    "multirc": 27243,
-    "record": 138854,
-    "rte": 2490,
-    "wic": 5428,
-    "wsc": 259 + 1322,
-}
-
-
-@pytest.mark.parametrize(
-    ("num_examples", "options", "rate"),
-    [
-        (138854, {"maximum": 65536}, 65536.0),
-        (138854, {"maximum": 65536, "temperature": 2.0}, 256.0),  # sqrt(65536)
-        (100, {"maximum": 144, "temperature": 2.0, "scale": 4.0}, 12.0),  # scaled before
-        (100, {"maximum": 150, "scale": 1.25}, 125.0),
-    ],
-)
-def test_a_rate_is_scaled_then_capped_then_raised(num_examples, options, rate):
-    assert mixing_rate(num_examples, **options) == rate
-
-
-def test_the_papers_cap_changes_record_alone():
-    capped = {name: mixing_rate(number, maximum=65536) for name, number in SUPERGLUE.items()}
-    assert {name for name in SUPERGLUE if capped[name] != SUPERGLUE[name]} == {"record"}
-    assert sum(capped.values()) == 65536 + 46819
-
-
-@pytest.mark.parametrize(("maximum", "temperature"), [(0, 1.0), (None, float("nan")), (None, 0.0)])
-def test_numbers_that_give_no_rate_are_refused(maximum, temperature):
-    with pytest.raises(ConfigError, match="mixture"):
-        check_rates(maximum, temperature)
-
-
-# ---- batches ----
 
 SIZES = {"many": 211, "some": 53, "few": 7, "one": 1}
 TASKS = {

@@ -93,9 +93,7 @@ def test_a_file_that_is_not_utf8_text_says_what_it_is(tmp_path, name):
     text = "inputs,targets\na,b\n"
     for content, format_name in (
         (text.encode("utf-16"), "UTF-16.*iconv -f utf-16"),
-        (b"\xfe\xff" + text.encode("utf-16-be"), "UTF-16"),
         (text.encode("utf-16-be"), "UTF-16"),
-        (text.encode("utf-16-le"), "UTF-16"),
         (gzip.compress(text.encode()), r"gzip.*\.gz"),
         (b"PAR1 and more", "Parquet"),
     ):
@@ -147,12 +145,6 @@ def test_columns_that_are_not_needed_are_neither_decoded_nor_fetched(tmp_path, m
             assert values == expected[: len(values)]
 
 
-def test_a_folder_of_parquet_files_is_one_table_in_their_order(tmp_path):
-    for number in (1, 0):
-        write(tmp_path / f"part-{number}.parquet", PAIRS[number : number + 1])
-    assert read_pairs(tmp_path) == [Pair(**pair) for pair in PAIRS[:2]]
-
-
 def test_a_split_of_a_saved_dataset_has_a_name(tmp_path):
     splits = {
         "train": datasets.Dataset.from_list(PAIRS),
@@ -185,24 +177,18 @@ def test_columns_have_other_names_on_request(tmp_path):
     assert read_pairs(write(tmp_path / "a.csv", rows), columns) == [Pair("q", "a")]
     with pytest.raises(DataError, match=r"a\.csv, line 2: anser is missing\..*'answer'"):
         read_pairs(tmp_path / "a.csv", {**columns, "targets": "anser"})
-
-
-@pytest.mark.parametrize("values", [["input=q"], ["inputs"], ["inputs="], ["inputs=a", "inputs=b"]])
-def test_wrong_columns_are_refused(values):
-    with pytest.raises(ConfigError, match="--columns"):
-        parse_columns(values, ["inputs", "targets"])
+    for values in (["input=q"], ["inputs"], ["inputs="], ["inputs=a", "inputs=b"]):
+        with pytest.raises(ConfigError, match="--columns"):
+            parse_columns(values, ["inputs", "targets"])
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", b"inputs,targets\na,b\nc\n", r"a\.csv, line 3: .*columns inputs, targets"),
-        ("a.csv", b"inputs,targets\na,b,c\n", r"a\.csv, line 2: "),
         ("a.csv", b'inputs,targets\na,"b\n', r"a\.csv"),
         ("a.csv", b"inputs,targets\n\xff,b\n", "UTF-8"),
         ("a.csv", b"inputs,targets\n", "holds no pairs"),
-        ("a.csv", b"", "holds no pairs"),
-        ("a.parquet", b"PAR1 and no more", "Parquet"),
         ("a.parquet", b"", "Parquet"),
         ("a.jsonl", b'{"inputs": 3, "targets": ""}', r"line 1: inputs is 3"),
     ],
@@ -223,19 +209,10 @@ def test_a_missing_table_is_refused(tmp_path, monkeypatch, name):
         read_pairs(tmp_path / name if ":" not in name else type(tmp_path)(name))
 
 
-def test_numbers_in_a_parquet_file_are_refused_with_their_row(tmp_path):
-    path = write(tmp_path / "a.parquet", [{"inputs": "a", "targets": 1}])
-    with pytest.raises(DataError, match=r"a\.parquet, row 1: targets is 1"):
-        read_pairs(path)
-
-
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(2**60, pyarrow.timestamp("ms")), (0, pyarrow.timestamp("s", tz="No/Zone"))],
-)
-def test_a_date_that_python_does_not_have_is_one_error(tmp_path, number, kind):
+def test_a_date_that_python_does_not_have_is_one_error(tmp_path):
     path = tmp_path / "a.parquet"
-    table = pyarrow.table({"text": ["a"], "when": pyarrow.array([number]).cast(kind)})
+    dates = pyarrow.array([2**60]).cast(pyarrow.timestamp("ms"))
+    table = pyarrow.table({"text": ["a"], "when": dates})
     pyarrow.parquet.write_table(table, path)
     datasets.Dataset(table).save_to_disk(tmp_path / "saved")
     for source in (path, tmp_path / "saved"):
@@ -243,12 +220,12 @@ def test_a_date_that_python_does_not_have_is_one_error(tmp_path, number, kind):
             list(read_rows(source, advice="Restore it."))
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "null", "7", '{"_data_files": [7]}'])
-def test_a_saved_dataset_with_another_state_is_one_error(tmp_path, content):
+def test_a_saved_dataset_with_another_state_is_one_error(tmp_path):
     folder = write(tmp_path / "saved", PAIRS)
-    (folder / "state.json").write_text(content)
-    with pytest.raises(DataError, match=r"saved cannot be read as .* dataset"):
-        read_pairs(folder)
+    for content in ("[]", '{"_data_files": [7]}'):
+        (folder / "state.json").write_text(content)
+        with pytest.raises(DataError, match=r"saved cannot be read as .* dataset"):
+            read_pairs(folder)
 
 
 def test_a_field_may_be_longer_than_pythons_default(tmp_path):

@@ -196,19 +196,6 @@ def test_a_batch_depends_on_the_step_alone(tmp_path, tokenizer, kind):
         assert same(batch, batches[step])
 
 
-def test_damaged_and_missing_tokens_are_made_again(tmp_path, tokenizer):
-    path = write_source(tmp_path / "source", "a.parquet")
-    batches = [
-        source_of(stream_of(path, tokenizer, tmp_path / "cache"), tokenizer).batch(step)
-        for step in range(3)
-    ]
-    files = sorted((tmp_path / "cache").glob("*/*.safetensors"))
-    files[3].write_bytes(files[3].read_bytes()[:-4])
-    files[5].unlink()
-    again = source_of(stream_of(path, tokenizer, tmp_path / "cache"), tokenizer)
-    assert all(same(again.batch(step), batches[step]) for step in range(3))
-
-
 def test_a_file_that_is_written_again_gives_its_new_tokens(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", ROWS)
     before = stream_of(path, tokenizer, tmp_path / "cache").tokens(5).tolist()
@@ -216,16 +203,7 @@ def test_a_file_that_is_written_again_gives_its_new_tokens(tmp_path, tokenizer):
     assert stream_of(path, tokenizer, tmp_path / "cache").tokens(5).tolist() != before
 
 
-BAD_JSONL = {
-    "no JSON": '{"text": "w1',
-    "no object": "[1]",
-    "no text": '{"text": 7}',
-    "no column": '{"Text": "w1"}',
-    "half a character": '{"text": "\\ud800"}',
-}
-
-
-@pytest.mark.parametrize("line", BAD_JSONL.values(), ids=BAD_JSONL)
+@pytest.mark.parametrize("line", ["[1]", '{"text": 7}', '{"Text": ""}', '{"text": "\\ud800"}'])
 def test_a_bad_row_is_named_by_file_and_line(tmp_path, tokenizer, line):
     rows = [json.dumps(row) for row in ROWS]
     path = tmp_path / "a.jsonl"
