@@ -23,7 +23,7 @@ from moe.checks import check_number
 from moe.cli import path
 from moe.data.batches_ahead import default_workers
 from moe.data.mixture import build_source, choose_examples, format_choice
-from moe.data.pair_files import COLUMNS, LEAST_PAIRS, Pair, hold_out, num_shared_inputs, read_pairs
+from moe.data.pair_files import COLUMNS, LEAST_PAIRS, Pair, hold_out, read_pairs
 from moe.data.pipeline import BatchSource, PairSource
 from moe.data.rows import parse_columns
 from moe.data.tokenizer import SpecialIds, load_tokenizer
@@ -231,7 +231,8 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
         world.print_on_rank_zero(f"{len(train):,} pairs, none held out: the run has no dev scores.")
 
     # Pairs that the model could answer from memory.
-    num_shared = num_shared_inputs(train, dev)
+    trained = {pair.inputs for pair in train}
+    num_shared = sum(pair.inputs in trained for pair in dev)
     if num_shared:
         warn_on_rank_zero(
             f"{num_shared:,} of {len(dev):,} dev pairs have an input that is also in "

@@ -115,9 +115,3 @@ def hold_out(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair
     train = [pair for number, pair in enumerate(pairs) if number not in held_out]
     dev = [pair for number, pair in enumerate(pairs) if number in held_out]
     return train, dev
-
-
-def num_shared_inputs(train: Sequence[Pair], dev: Sequence[Pair]) -> int:
-    """Returns how many dev pairs have an input that is also trained on."""
-    trained = {pair.inputs for pair in train}
-    return sum(pair.inputs in trained for pair in dev)

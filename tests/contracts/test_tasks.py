@@ -19,7 +19,6 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from moe import DataError
 from moe.data.tokenizer import train_tokenizer
 from stmoe_eval.answers.batches import requests_of
 from stmoe_eval.answers.predict import modes_of, predict
@@ -31,15 +30,7 @@ from stmoe_eval.source import HubData
 from stmoe_eval.task import SPLITS, TASKS, Example, Task
 from stmoe_eval.text.preprocess import HIDDEN_TARGET
 from tests.eval.results import a_task
-from tests.eval.rows import (
-    FIXTURES,
-    OFFLINE,
-    ON_THE_HUB,
-    examples_of,
-    fixture_rows,
-    folder_of,
-    write_parquet,
-)
+from tests.eval.rows import FIXTURES, OFFLINE, ON_THE_HUB, examples_of, fixture_rows, write_parquet
 
 CORRELATIONS = {metric.name for metric in (MATTHEWS, PEARSON, SPEARMAN)}
 MAX_CHECKED = 101  # examples of a split whose choices are looked at one by one
@@ -57,9 +48,6 @@ def test_a_task_describes_itself_and_its_examples_fit_it(name, tmp_path):
     task = TASKS.get(name)
     assert task.name == name
     assert task.version >= 1
-    for text in (task.description, task.licence, task.prompt_source, task.family):
-        assert text.strip() == text != ""
-    assert task.description.endswith(".")
     names = [metric.name for metric in task.metrics]
     assert len(set(names)) == len(names) > 0
 
@@ -123,12 +111,6 @@ def test_only_variants_read_the_same_rows_and_have_another_prompt():
             first = examples_of(varied, task.split)[0]
             assert first.inputs != examples_of(task, task.split)[0].inputs
     assert {place: names for place, names in owners.items() if len(names) > 1} == {}
-
-
-def test_an_unknown_split_is_refused():
-    task = TASKS.get("boolq")
-    with pytest.raises(DataError, match="There is no split 'dev'"):
-        task.examples("dev", folder_of(task))
 
 
 @pytest.mark.parametrize("name", OFFLINE)

@@ -37,15 +37,26 @@ def held_out_losses(run):
     return {line["step"]: line["heldout/loss"] for line in records if "heldout/loss" in line}
 
 
-def test_it_begins_where_the_model_ends_and_gets_better(inputs, tmp_path):
-    go_on(inputs, tmp_path / "run", "--training.steps", "14", "--model.capacity_factor", "2.0")
+def test_it_begins_where_the_model_ends_gets_better_and_resumes_from_its_own_checkpoint(
+    inputs, tmp_path
+):
+    out = tmp_path / "run"
+    options = ("--training.steps", "14", "--model.capacity_factor", "2.0")
+    go_on(inputs, out, *options)
     before = held_out_losses(inputs["run"])
-    after = held_out_losses(tmp_path / "run")
+    after = held_out_losses(out)
     assert after[0] == pytest.approx(before[4], abs=1e-5)
     assert after[14] < after[0]
+    assert json.loads((out / "model/config.json").read_text())["capacity_factor"] == 2.0
 
-    model = STMoEForConditionalGeneration.from_pretrained(tmp_path / "run" / "model")
-    assert model.config.capacity_factor == 2.0
+    # As if it had been killed between its last two checkpoints.
+    weights = (out / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(out / "model")
+    *_, newest = sorted((out / "checkpoints").glob("step_*"))
+    shutil.rmtree(newest)
+    go_on(inputs, out, *options, "--resume")
+    assert held_out_losses(out) == after
+    assert (out / "model" / "model.safetensors").read_bytes() == weights
 
 
 def test_a_model_keeps_the_noise_of_its_pre_training_unless_it_starts_from_scratch(
@@ -61,21 +72,6 @@ def test_a_model_keeps_the_noise_of_its_pre_training_unless_it_starts_from_scrat
 
     assert finetuning_config(folder, FinetuneRecipe()).noise_density == 0.4
     assert finetuning_config(folder, FinetuneRecipe(init="scratch")).noise_density is None
-
-
-def test_killed_it_goes_on_from_its_own_checkpoint(inputs, tmp_path):
-    out = tmp_path / "run"
-    go_on(inputs, out, "--training.steps", "14")
-    losses = held_out_losses(out)
-    weights = (out / "model" / "model.safetensors").read_bytes()
-
-    # As if it had been killed between its last two checkpoints.
-    shutil.rmtree(out / "model")
-    *_, newest = sorted((out / "checkpoints").glob("step_*"))
-    shutil.rmtree(newest)
-    go_on(inputs, out, "--training.steps", "14", "--resume")
-    assert held_out_losses(out) == losses
-    assert (out / "model" / "model.safetensors").read_bytes() == weights
 
 
 def test_another_architecture_is_named(inputs, tmp_path):
