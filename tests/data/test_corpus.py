@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 import stmoe
-from moe.data.corpus import Corpus, build_corpus, corpus_rows, load_corpus, save_corpus
+from moe.data.corpus import build_corpus, corpus_rows, load_corpus, save_corpus
 from moe.data.documents import Document
 from moe.data.tokenizer import load_tokenizer
 from moe.data.tokens import tokenize_corpus
@@ -24,17 +24,17 @@ def sources(dataset: datasets.Dataset) -> set[str]:
     return set(dataset["source"])
 
 
-def texts_by_source(corpus: Corpus) -> dict[str, str]:
-    texts = dict(zip(corpus.train["source"], corpus.train["text"], strict=True))
-    return texts | dict(zip(corpus.held_out["source"], corpus.held_out["text"], strict=True))
-
-
 def test_every_document_is_on_exactly_one_side_in_about_the_right_share():
     corpus = build_corpus(documents(), held_out_fraction=0.1, seed=5)
     everything = {document.source for document in documents()}
     assert sources(corpus.train) | sources(corpus.held_out) == everything
     assert not sources(corpus.train) & sources(corpus.held_out)
     assert 0.04 < corpus.held_out.num_rows / 211 < 0.17
+
+    # Neither side is ever empty.
+    for fraction in (1e-9, 1 - 1e-9):
+        corpus = build_corpus(documents(2), fraction)
+        assert (corpus.train.num_rows, corpus.held_out.num_rows) == (1, 1)
 
 
 def test_the_split_depends_on_the_seed_and_not_on_the_other_documents():
@@ -43,12 +43,6 @@ def test_the_split_depends_on_the_seed_and_not_on_the_other_documents():
     shared = {document.source for document in documents(101)}
     assert sources(small.held_out) == sources(large.held_out) & shared
     assert sources(build_corpus(documents(101), 0.2, seed=2).held_out) != sources(small.held_out)
-
-
-def test_neither_side_is_ever_empty():
-    for fraction in (1e-9, 1 - 1e-9):
-        corpus = build_corpus(documents(2), fraction)
-        assert (corpus.train.num_rows, corpus.held_out.num_rows) == (1, 1)
 
 
 def test_a_repeated_paragraph_stays_only_where_it_came_first():
@@ -60,7 +54,8 @@ def test_a_repeated_paragraph_stays_only_where_it_came_first():
         ]
     )
     expected = {"a": "The same words.\n\nOnly here.", "b": "Only there."}
-    assert texts_by_source(corpus) == expected
+    rows = [*corpus.train, *corpus.held_out]
+    assert {row["source"]: row["text"] for row in rows} == expected
     assert corpus.num_repeated == 2
 
     # Paragraphs without letters, and letters without case.

@@ -61,7 +61,9 @@ def test_a_corpus_without_checksums_loads_or_names_the_file(tmp_path):
         load_corpus(tmp_path / "corpus")
 
 
-def test_a_tokenizer_of_other_content_is_one_error(tmp_path, tokenizer_folder):
+def test_a_tokenizer_of_other_content_is_one_error_and_one_without_checksums_is_read(
+    tmp_path, tokenizer_folder
+):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
     (folder / "SHA256SUMS").unlink()
     content = {"model": {"type": "Unigram", "unk_id": 9, "vocab": []}}
@@ -69,8 +71,7 @@ def test_a_tokenizer_of_other_content_is_one_error(tmp_path, tokenizer_folder):
     with pytest.raises(DataError, match="tokenizer cannot be loaded"):
         load_tokenizer(folder)
 
-
-def test_a_tokenizer_that_a_user_saves_into_a_model_is_no_damage(tmp_path, tokenizer_folder):
+    # One that a user saves to a model's folder is no damage.
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "SHA256SUMS").write_text("0" * 64 + "  config.json\n")
     load_tokenizer(tokenizer_folder).save_pretrained(tmp_path)

@@ -63,15 +63,7 @@ def test_languages_have_enough_names_and_each_is_there_once():
 def test_every_language_has_a_family_and_a_name():
     codes = Counter(" ".join(FAMILIES.values()).split())
     assert codes == Counter(list(all_names()))
-    families = {code: family_of(code) for code in ("ccp", "brx", "sat", "kab", "zh_Hant", "ht")}
-    assert list(families.values()) == [
-        "Indo-Aryan",
-        "Sino-Tibetan",
-        "Austroasiatic",
-        "Berber",
-        "Sino-Tibetan",
-        "Creole",
-    ]
+    assert (family_of("ccp"), family_of("zh_Hant")) == ("Indo-Aryan", "Sino-Tibetan")
     assert by_family(["tlh", "fi", "de", "hu", "nl"]) == ["de", "nl", "fi", "hu", "tlh"]
     assert family_of("tlh") == "Other"
     english = [english_name(code) for code in all_names()]
@@ -90,21 +82,11 @@ def test_a_split_is_the_same_in_every_subset_of_languages():
     )
 
 
-def test_the_split_of_the_published_model_and_study_does_not_change():
-    counts = Counter(name.split for name in read_names(LANGUAGES))
-    assert [counts[split] for split in SPLITS] == [13_824, 305, 914]
-
-
 @pytest.mark.slow
-def test_the_split_of_all_languages_does_not_change():
-    counts = Counter(name.split for name in read_names())
-    assert [counts[split] for split in SPLITS] == [153_209, 3_383, 10_161]
-
-
-def test_an_unknown_language_is_refused_with_the_nearest_code():
-    with pytest.raises(ConfigError, match=r"'sr_Lat' is not a language.*'sr_Latn'.*--list"):
-        read_names(["el", "sr_Lat"])
-    assert read_names([]) == []
+def test_the_splits_of_the_published_models_and_study_do_not_change():
+    for languages, sizes in ((LANGUAGES, [13_824, 305, 914]), (None, [153_209, 3_383, 10_161])):
+        counts = Counter(name.split for name in read_names(languages))
+        assert [counts[split] for split in SPLITS] == sizes
 
 
 def test_without_babel_one_message_says_what_to_install(monkeypatch):
@@ -164,7 +146,7 @@ def test_all_languages_but_the_new_ones_are_written(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--languages", "el", "klingon"], "'klingon' is not a language"),
+        (["--languages", "el", "klingon"], "'klingon' is not a language.*--list"),
         (["--languages", "el", "--new", "mkd"], "'mkd' is not a language.*'mk'"),
         (["--languages", "el", "--new", "mk", "el"], "--new mk el holds out all"),
         (["--languages", "el", "--new", "mk", "--few", 5_000], "--few 5000 leaves no name of mk"),

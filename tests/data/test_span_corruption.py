@@ -71,11 +71,6 @@ def test_putting_the_targets_back_gives_the_text(length, seed, noise):
     assert (text == before).all()
 
 
-def test_one_token_alone_has_no_noise():
-    assert noise_mask(1, NOISE, np.random.default_rng(0)).tolist() == [False]
-    assert count_noise(1, NOISE) == (0, 0)
-
-
 def test_every_division_into_spans_is_equally_likely():
     # 7 tokens, 4 of them noise in 2 spans: C(3,1) divisions of the noise times C(2,1) of the text
     # are 6 masks.
@@ -91,14 +86,12 @@ def test_half_a_token_is_rounded_to_even_whatever_the_float():
     assert count_noise(190, NOISE)[0] == 28  # 28.5
     assert count_noise(210, NOISE)[0] == 32  # 31.5
     assert count_noise(350, NOISE)[0] == 52  # 52.5; in float32 a little more
+    assert count_noise(1, NOISE) == (0, 0)
 
 
-def test_more_spans_than_sentinels_are_refused():
+def test_inputs_with_too_many_spans_or_without_room_for_one_are_refused():
     with pytest.raises(ConfigError, match="masks 114 spans, but the vocabulary has 100"):
         tokens_length(2048, NOISE, num_sentinels=100)
-
-
-def test_inputs_without_room_for_a_span_are_refused():
     assert tokens_length(3, NOISE, num_sentinels=100) == 2
     with pytest.raises(ConfigError, match="inputs_length is 2; expected at least 3"):
         tokens_length(2, NOISE, num_sentinels=100)
