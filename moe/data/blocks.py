@@ -38,6 +38,8 @@ BLOCKS_OF_SHARD = 64
 LEAST_BLOCKS = 20
 """Small tables are divided into about as many blocks, since one block is held out."""
 
+_ADVICE = "Name the column of the texts by --column."
+
 BlockRow = tuple[object, Row]
 """A row's place, whose text is e.g. `a.jsonl, line 7`, and its values by column."""
 
@@ -78,19 +80,15 @@ def open_blocks(source: Path, column: str) -> Blocks:
     if is_hub_name(source):
         return stream_blocks(load_from_hub(str(source), streaming=True), str(source), column)
     folder = parse_folder(source)
-    is_files = not folder.is_saved if folder else suffix_of(source) in SUFFIXES
-    if not is_files:
-        advice = (
-            f"Give a file or folder of {', '.join(SUFFIXES)}, a dataset saved by `datasets`, or, to pre-train, a "
-            "corpus that `stmoe corpus` made."
-        )
-        return _dataset_blocks(load_saved_dataset(source, advice=advice), str(source), column)
+    if folder is not None and folder.is_saved:
+        dataset = load_saved_dataset(source, advice="Save it again.")
+        return _dataset_blocks(dataset, str(source), column)
 
     files = files_of(source)
-    if not files:
+    if not files or (folder is None and suffix_of(source) not in SUFFIXES):
         raise DataError(
-            f"{source} is not a corpus and contains no text. Give a corpus made by `stmoe corpus`, or files ending in "
-            f"{', '.join(SUFFIXES)}."
+            f"{source} is not a corpus and contains no text. Give a corpus made by `stmoe corpus`, files ending in "
+            f"{', '.join(SUFFIXES)}, or a dataset saved by `datasets`."
         )
     suffixes = {file.suffix.lower() for file in files}
     if suffixes == {PARQUET}:
@@ -111,8 +109,12 @@ def _parquet_blocks(files: Sequence[Path], column: str) -> Blocks:
     groups: list[tuple[Path, int, int]] = []  # file, row group, rows before it in the file
     group_rows: list[int] = []
     for file in files:
+        with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
+            metadata = pyarrow.parquet.read_metadata(file)
+        check_columns(str(file), metadata.schema.to_arrow_schema().names, [column], _ADVICE)
         first_row = 0
-        for group, num_rows in enumerate(_rows_of_groups(file, column)):
+        for group in range(metadata.num_row_groups):
+            num_rows = metadata.row_group(group).num_rows
             if num_rows:
                 groups.append((file, group, first_row))
                 group_rows.append(num_rows)
@@ -182,7 +184,7 @@ def _dataset_blocks(dataset: "datasets.Dataset", name: str, column: str) -> Bloc
     Raises:
         DataError: When there is no such column.
     """
-    _require_column(name, column, dataset.column_names)
+    check_columns(name, dataset.column_names, [column], _ADVICE)
     table = dataset.select_columns([column]).with_format("arrow")
     block_rows = _rows_of_block(len(dataset))
     files = [Path(file["filename"]) for file in dataset.cache_files]
@@ -240,7 +242,7 @@ def stream_blocks(stream: "datasets.IterableDataset", name: str, column: str) ->
         DataError: When there is no such column.
     """
     if stream.column_names is not None:
-        _require_column(name, column, stream.column_names)
+        check_columns(name, stream.column_names, [column], _ADVICE)
         # Decoding comes first: `datasets` may have put it before the columns are chosen.
         stream = stream.decode(False).select_columns([column])
 
@@ -285,22 +287,6 @@ class _LinePlace(NamedTuple):
         with self.file.open("rb") as before:
             number = before.read(self.position).count(b"\n") + 1
         return f"{self.file}, line {number}"
-
-
-def _rows_of_groups(file: Path, column: str) -> list[int]:
-    """Returns the rows of each row group of a Parquet file."""
-    import pyarrow.parquet
-
-    with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
-        metadata = pyarrow.parquet.read_metadata(file)
-    names = metadata.schema.to_arrow_schema().names
-    _require_column(str(file), column, names)
-    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-
-
-def _require_column(source: str, column: str, names: Sequence[str]) -> None:
-    """Raises a DataError when a table lacks a column, or has it twice."""
-    check_columns(source, names, [column], "Name the column of the texts by --column.")
 
 
 def _rows_of_block(num_rows: int) -> int:

@@ -55,6 +55,8 @@ def build_corpus(
         ConfigError: When the fraction is not between 0 and 1.
         DataError: When fewer than two documents have text.
     """
+    import datasets
+
     check_number("held_out_fraction", held_out_fraction, above=0, below=1)
     check_integer("seed", seed)
     documents = list(documents)
@@ -77,9 +79,10 @@ def build_corpus(
     ascending = sorted(numbers.values())
     border = min(max(held_out_fraction, ascending[0]), ascending[-2])
 
-    train = [document for document in kept if numbers[document.source] > border]
-    held_out = [document for document in kept if numbers[document.source] <= border]
-    return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated)
+    rows = datasets.Dataset.from_list([document._asdict() for document in kept])
+    is_held_out = np.array([numbers[source] <= border for source in rows["source"]])
+    train = rows.select(np.flatnonzero(~is_held_out))
+    return Corpus(train, rows.select(np.flatnonzero(is_held_out)), num_repeated)
 
 
 def _split_number(source: str, seed: int) -> float:
@@ -112,15 +115,6 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
         if paragraphs:
             kept.append(document._replace(text="\n\n".join(paragraphs)))
     return kept, num_repeated
-
-
-def _to_dataset(documents: list[Document]) -> "datasets.Dataset":
-    import datasets
-
-    columns = {}
-    for name in Document._fields:
-        columns[name] = [getattr(document, name) for document in documents]
-    return datasets.Dataset.from_dict(columns)
 
 
 def save_corpus(corpus: Corpus, folder: Path | str) -> None:

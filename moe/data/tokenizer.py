@@ -318,7 +318,7 @@ def train_tokenizer(
         libraries agree.
     """
     check_replaceable(Path(out_dir), kind=TOKENIZER)  # before the work, not after
-    model = _round_scores(_train_sentencepiece(texts, vocab_size))
+    model = _train_sentencepiece(texts, vocab_size)
     serialized = model.SerializeToString(deterministic=True)
     return _save(to_transformers(model), Path(out_dir), {SENTENCEPIECE_FILE: serialized})
 
@@ -435,7 +435,7 @@ def _end_with(*tokens: tuple[str, int]) -> processors.TemplateProcessing:
 
 
 def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> ModelProto:
-    """Returns a trained unigram model of `vocab_size` less the sentinels."""
+    """Returns a trained unigram model of `vocab_size` less the sentinels, its scores on the grid."""
     # The smallest vocabulary has one piece, the largest all candidates.
     reason = (
         f"{NUM_SENTINELS} sentinels and 3 special tokens are part of it, and SentencePiece "
@@ -459,7 +459,10 @@ def _train_sentencepiece(texts: Iterable[str], vocab_size: int) -> ModelProto:
             f"The corpus does not give {vocab_size - NUM_SENTINELS} pieces, which with {NUM_SENTINELS} "
             f"sentinels are a vocabulary of {vocab_size}: {reason}"
         ) from error
-    return ModelProto.FromString(model_file.getvalue())
+    model = ModelProto.FromString(model_file.getvalue())
+    for piece in model.pieces:
+        piece.score = round(piece.score / _SCORE_GRID) * _SCORE_GRID
+    return model
 
 
 def _filled_lines(texts: Iterable[str]) -> Iterator[str]:
@@ -467,15 +470,6 @@ def _filled_lines(texts: Iterable[str]) -> Iterator[str]:
         for line in text.splitlines():
             if line.strip():
                 yield line
-
-
-def _round_scores(model: ModelProto) -> ModelProto:
-    """Returns the model with its scores rounded to the grid."""
-    rounded = ModelProto()
-    rounded.CopyFrom(model)
-    for piece in rounded.pieces:
-        piece.score = round(piece.score / _SCORE_GRID) * _SCORE_GRID
-    return rounded
 
 
 def to_transformers(
