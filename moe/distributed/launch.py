@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from moe.checks import check, check_number
+from moe.checks import check_number
 from moe.errors import ConfigError, DistributedError, MoEError
 from moe.kernels.torch_private import default_store
 
@@ -27,7 +27,6 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a rank waits for the others, at the start and in every exchange."""
 
-_MAX_TIMEOUT = 1_000_000  # seconds
 _SHUTDOWN_AFTER_FAILURE = 5.0  # seconds
 _RETRY_INTERVAL = 0.1  # seconds
 _TIMEOUT_SLACK = 2.0  # seconds by which torch's timeouts may be late
@@ -78,7 +77,7 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
             numbers, or there are more ranks on this machine than GPUs.
         DistributedError: When the ranks do not find each other, or one is lost later.
     """
-    check_timeout(timeout)
+    check_number("timeout", timeout, above=0)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
 
     # One process that torchrun did not start.
@@ -124,12 +123,6 @@ def backend_of(device_type: str) -> str:
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
-def check_timeout(timeout: float) -> None:
-    """Raises a ConfigError unless ranks can wait for each other for that many seconds."""
-    reason = "seconds; torch counts milliseconds in 32 bits"
-    check_number("timeout", timeout, above=0, most=_MAX_TIMEOUT, reason=reason)
-
-
 def _read_environment(device_type: str) -> World:
     """Returns the world that torchrun's variables describe."""
     missing = [name for name in _TORCHRUN_VARIABLES if not os.environ.get(name)]
@@ -139,11 +132,7 @@ def _read_environment(device_type: str) -> World:
             "ranks with torchrun, which sets all of them, or unset both for one process."
         )
 
-    size = _read_integer("WORLD_SIZE", least=1, most=2**31 - 1)
-    rank = _read_integer("RANK", least=0, most=size - 1)
-    local_rank = _read_integer("LOCAL_RANK", least=0, most=size - 1)
-    _read_integer("MASTER_PORT", least=0, most=2**16 - 1)
-
+    rank, size, local_rank = (int(os.environ[name]) for name in _TORCHRUN_VARIABLES[:3])
     if device_type == "cuda" and local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"Rank {rank} is number {local_rank} on its machine, which has "
@@ -151,20 +140,6 @@ def _read_environment(device_type: str) -> World:
             "GPUs, or hide those with CUDA_VISIBLE_DEVICES= to use the CPU."
         )
     return World(rank, size, local_rank, device_type)
-
-
-def _read_integer(name: str, *, least: int, most: int) -> int:
-    """Returns the integer in one of torchrun's variables."""
-    text = os.environ[name]
-    holds = text.isdecimal() and least <= int(text) <= most
-    check(
-        holds,
-        name,
-        text,
-        f"an integer from {least} to {most}; torchrun sets it, unset RANK and WORLD_SIZE for one "
-        "process",
-    )
-    return int(text)
 
 
 @contextlib.contextmanager

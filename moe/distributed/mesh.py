@@ -94,8 +94,6 @@ class MeshConfig:
         text = self.gradient_reduction
         if text is None:
             return
-        expected = "null on a mesh of one data rank, where no gradient is summed"
-        check(self.num_data_ranks > 1, "mesh.gradient_reduction", text, expected)
         gradients = load_gradient_reduction(text)
         groups = {
             "dp_replicate": self.dp_replicate,
@@ -112,7 +110,6 @@ class MeshConfig:
         text = self.expert_exchange
         if text is None:
             return
-        check(self.ep > 1, name, text, "null where mesh.ep is 1 and no row is exchanged")
         expected = "null with mesh.ep_nodes above 1, which has two steps of torch's own"
         check(self.ep_nodes == 1, name, text, expected)
         load_expert_exchange(text).check_group(self.ep, "ep")
@@ -124,8 +121,6 @@ class MeshConfig:
         if policy is None:
             return
         check_choice(name, policy, get_args(LostReplicaPolicy))
-        expected = "null where mesh.dp_replicate is 1 and there is no other replica"
-        check(self.dp_replicate > 1, name, policy, expected)
         expected = "null with mesh.gradient_reduction, whose ranks are fixed"
         check(self.gradient_reduction is None, name, policy, expected)
 

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from moe import ConfigError, MeshConfig, build_mesh, shard_model
-from moe.checkpoint import load_model, save_model_on_mesh
+from moe.checkpoint import load_model
 from moe.data.tokenizer import train_tokenizer
 from moe.distributed import launch
 from tests.distributed.ranks import run_ranks, whole
@@ -121,25 +121,14 @@ def test_an_evaluation_between_gradients_and_update_leaves_no_old_weights(tmp_pa
         assert losses["before"] == losses["after"] == losses["never"]
 
 
-def test_a_mesh_of_one_rank_is_saved_by_its_own_function(tmp_path):
-    model, expected = tiny_model(), tiny_model().state_dict()
-    with launch():
-        mesh = build_mesh(MeshConfig(), "cpu")
-        layouts = shard_model(model, mesh)
-        for save in (model.save_pretrained, model.push_to_hub):
-            with pytest.raises(ConfigError, match="save_model_on_mesh"):
-                save(str(tmp_path / "model"))
-        save_model_on_mesh(model, layouts, mesh, tmp_path / "model")
-    saved = load_model(tmp_path / "model").state_dict()
-    assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
-
-
 @pytest.mark.parametrize("build", [tiny_model, lambda: sparse_host("t5gemma", num_experts=4)])
-def test_gradients_that_are_summed_need_the_counts_of_all_ranks(build):
+def test_gradients_that_are_summed_need_the_counts_of_all_ranks(build, tmp_path):
     model, batch = build().train(), tiny_batch()
     model.mesh_config = MeshConfig(dp_shard=2, tp=3)
     with pytest.raises(ConfigError, match=r"2 data ranks.*num_items_in_batch.*loss_counts"):
         model(**batch)
+    with pytest.raises(ConfigError, match="save_model_on_mesh"):
+        model.save_pretrained(tmp_path)
     assert model(**batch, num_items_in_batch=99).loss.requires_grad
     with torch.no_grad():
         assert model(**batch).loss.isfinite()

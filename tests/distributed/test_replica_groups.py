@@ -62,23 +62,6 @@ def test_live_groups_take_all_shares_or_leave_those_of_lost_ones_out():
 # What is refused
 
 
-def test_a_mesh_that_cannot_lose_replicas_is_refused():
-    two = {"dp_replicate": 2}
-    for fields, text in (
-        ({"on_lost_replica": "constant_work"}, "no other replica"),
-        ({**two, "on_lost_replica": "wait"}, "constant_work, shrink"),
-        ({**two, "on_lost_replica": "shrink", "gradient_reduction": "ring"}, "null with mesh"),
-    ):
-        with pytest.raises(ConfigError, match=rf"mesh\.on_lost_replica is .*{text}"):
-            MeshConfig(**fields)
-
-
-def test_without_a_lighthouse_the_message_says_how_to_start_one(monkeypatch):
-    monkeypatch.setenv(LIGHTHOUSE, "somewhere")
-    with pytest.raises(ConfigError, match=r"TORCHFT_LIGHTHOUSE is 'somewhere'.*torchft_lighthouse"):
-        find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
-
-
 def test_a_lighthouse_that_does_not_shine_or_that_nobody_knows_is_named_in_time(monkeypatch):
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -109,18 +92,22 @@ def test_what_the_run_says_of_another_groups_state_is_not_taken_for_a_lost_light
         groups.begin_step()
 
 
-def test_without_torchft_the_message_says_how_to_install_it(monkeypatch):
+def test_a_policy_is_one_of_two_and_sums_by_torchft_alone():
+    with pytest.raises(
+        ConfigError, match=r"mesh\.on_lost_replica is 'wait'.*constant_work, shrink"
+    ):
+        MeshConfig(dp_replicate=2, on_lost_replica="wait")
+    with pytest.raises(ConfigError, match=r"mesh\.on_lost_replica is 'shrink'.*null with mesh"):
+        MeshConfig(dp_replicate=2, on_lost_replica="shrink", gradient_reduction="ring")
+
+
+def test_without_torchft_or_a_lighthouse_the_message_says_how_to_get_one(monkeypatch):
+    monkeypatch.setenv(LIGHTHOUSE, "somewhere")
+    with pytest.raises(ConfigError, match=r"TORCHFT_LIGHTHOUSE is 'somewhere'.*torchft_lighthouse"):
+        find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
     monkeypatch.setitem(sys.modules, "torchft", None)
     with pytest.raises(ConfigError, match=r"pip install 'stmoe\[ft\]'"):
         find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
-    assert find_replica_groups(MeshConfig(), World(0, 1, 0, "cpu")) is None
-
-
-def test_one_launch_is_one_replica():
-    mesh = MeshConfig(dp_replicate=3, ep=2, tp=2, on_lost_replica="shrink")
-    assert mesh.launched == MeshConfig(ep=2, tp=2)
-    assert (mesh.num_ranks, mesh.launched.num_ranks) == (12, 4)
-    assert MeshConfig(dp_replicate=3).launched == MeshConfig(dp_replicate=3)
 
 
 # ---------------------------------------------------------------------------
