@@ -34,7 +34,7 @@ def test_a_text_that_names_no_schedule_is_refused():
 
 
 def test_a_schedule_that_does_not_fit_the_mesh_is_refused():
-    ring, exchange = {"gradient_reduction": "ring"}, {"ep": 4, "expert_exchange": "ring"}
+    exchange = {"ep": 4, "expert_exchange": "ring"}
     for fields, message in (
         ({"dp_replicate": 8, "gradient_reduction": "ring 4x4"}, "16 live ranks, but dp_replicate"),
         ({"dp_shard": 4, "ep": 2, "gradient_reduction": "ring 2x4"}, "8 live ranks, but dp_shard"),
