@@ -3,7 +3,6 @@
 The functions take a PreTrainedConfig, since STMoEConfig imports this module.
 """
 
-import numbers
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -61,7 +60,7 @@ def strict_config(config_class: C) -> C:
     """Returns the class with transformers' `@strict`, whose errors become ConfigErrors.
 
     Each field is checked against its annotation whenever it is set; `validate_*` methods run at the
-    end of the constructor, in `validate` and in `save_pretrained`. Numbers of numpy become Python's.
+    end of the constructor, in `validate` and in `save_pretrained`.
     """
     validated: Any = strict(config_class)
     strict_setattr = validated.__setattr__
@@ -70,7 +69,7 @@ def strict_config(config_class: C) -> C:
     def set_field(self: Any, name: str, value: object) -> None:
         name = self.attribute_map.get(name, name)
         try:
-            strict_setattr(self, name, _plain_value(value))
+            strict_setattr(self, name, value)
         except StrictDataclassFieldValidationError as error:
             expected = describe_type(validated.__dataclass_fields__[name].type)
             raise ConfigError(f"{name} is {shown(value)}; expected {expected}.") from error
@@ -85,17 +84,6 @@ def strict_config(config_class: C) -> C:
     validated.__setattr__ = set_field
     validated.validate = validate
     return validated
-
-
-def _plain_value(value: Any) -> Any:
-    """Returns a value in JSON's types: numpy's numbers as Python's, and mappings as a copy."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, int):
-        return float(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return value
 
 
 # ---------------------------------------------------------------------------

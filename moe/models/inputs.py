@@ -24,23 +24,6 @@ IGNORED_LABEL = -100
 _ID_DTYPES = (torch.int64, torch.int32)
 _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-_UNSUPPORTED_ARGUMENTS = (
-    "position_ids",
-    "decoder_position_ids",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-    "is_causal",
-    "token_type_ids",
-    "head_mask",
-    "decoder_head_mask",
-    "cross_attn_head_mask",
-    "shift_labels",
-)
-"""Arguments of other models of transformers, whose callers pass None for those not given."""
-
 
 # ---------------------------------------------------------------------------
 # Arguments
@@ -57,8 +40,8 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
         ConfigError: With the closest name.
     """
     for name, value in further.items():
-        # The position in the cache follows from the cache.
-        if name == "cache_position" or (name in _UNSUPPORTED_ARGUMENTS and value is None):
+        # Callers pass None for arguments of other models. The position in the cache follows from it.
+        if name == "cache_position" or value is None:
             continue
         raise ConfigError(
             f"The model was given an argument {name!r}, which it does not "

@@ -1,8 +1,8 @@
 """Outputs of the models: transformers' names in transformers' order, then our own fields."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor
 from transformers import EncoderDecoderCache
@@ -34,29 +34,13 @@ class RouterRecords(Sequence[RouterOutput]):
     def __init__(self, records: Iterable[RouterOutput]) -> None:
         self._records = tuple(records)
 
-    @overload
-    def __getitem__(self, index: int) -> RouterOutput: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "RouterRecords": ...
-
-    def __getitem__(self, index: int | slice) -> "RouterOutput | RouterRecords":
-        """Returns the record of one layer, or the records of a slice."""
-        if isinstance(index, slice):
-            return RouterRecords(self._records[index])
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the record of one layer, or a tuple of the records of a slice."""
         return self._records[index]
 
     def __len__(self) -> int:
         """Returns the number of sparse layers."""
         return len(self._records)
-
-    def __iter__(self) -> Iterator[RouterOutput]:
-        """Returns an iterator over the records."""
-        return iter(self._records)
-
-    def __add__(self, others: Iterable[RouterOutput]) -> "RouterRecords":
-        """Returns the records of two stacks in a row."""
-        return RouterRecords((*self._records, *others))
 
     def __repr__(self) -> str:
         """Returns the records formatted like a list."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from moe.checks import check_integer, check_number
 from moe.errors import ConfigError, did_you_mean
 from moe.kernels.quantized_weight import FIXED
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -97,8 +96,8 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         subset: One of the names above.
 
     Raises:
-        ConfigError: When there is no such subset, it would train or freeze no parameters, or it
-            would train quantized experts.
+        ConfigError: When there is no such subset, it would train no parameters, or it would
+            train quantized experts.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms,
@@ -119,11 +118,6 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         raise ConfigError(
             f"The subset {subset!r} holds {' and '.join(sorted(chosen))}, and this model has "
             "none. Choose another."
-        )
-    if subset != "all" and present <= chosen:
-        raise ConfigError(
-            f"The subset {subset!r} freezes {' and '.join(sorted(_ALL - chosen))}, and this "
-            "model has none. Choose 'all'."
         )
 
     quantization = model.config.expert_quantization
@@ -194,8 +188,8 @@ def lora_config(
             parameters of experts, e.g. neither `use_dora` nor `lora_dropout`.
 
     Raises:
-        ConfigError: When peft is not installed, the model has no experts, the rank is below 1, or an
-            option is unknown to peft or given by the arguments above.
+        ConfigError: When peft is not installed, or the model has no experts.
+        TypeError: When an option is unknown to peft or given by the arguments above.
     """
     try:
         from peft import LoraConfig
@@ -204,8 +198,6 @@ def lora_config(
             "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
         ) from error
 
-    check_integer("rank", rank, least=1)
-    check_number("alpha", alpha, above=0)
     if isinstance(model, STMoEForConditionalGeneration):
         options = {"task_type": "SEQ_2_SEQ_LM", **options}
     if not isinstance(model, STMoEPreTrainedModel):
@@ -228,13 +220,10 @@ def lora_config(
         raise ConfigError(
             "lora_config got experts=True, but the model is dense. Pass experts=False."
         )
-    try:
-        return LoraConfig(
-            r=rank,
-            lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft says int
-            target_modules=sorted(projections) if attention else None,
-            target_parameters=sorted(expert_weights) if experts else None,
-            **options,
-        )
-    except TypeError as error:
-        raise ConfigError(f"{error}. peft.LoraConfig lists the options.") from error
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft says int
+        target_modules=sorted(projections) if attention else None,
+        target_parameters=sorted(expert_weights) if experts else None,
+        **options,
+    )

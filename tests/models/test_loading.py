@@ -70,14 +70,6 @@ LOADERS = (
 )
 
 
-def change_ids(ids):
-    def change(folder: Path) -> None:
-        file = folder / "generation_config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": ids}))
-
-    return change
-
-
 def tear(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -88,25 +80,21 @@ def tear_without_sums(folder: Path) -> None:
     (folder / "SHA256SUMS").unlink()
 
 
-NO_IDS = r"eos_token_id is .*; expected an id, or a list"
-GENERATORS = (STMoEForConditionalGeneration.from_pretrained, *LOADERS[4:])
 DAMAGE = [
     (
         lambda folder: change_weights(folder, lambda weights: weights.pop("lm_head.weight")),
-        DOORS.values(),
         r"1 missing: lm_head\.weight\. Copy the whole",
     ),
-    (tear, DOORS.values(), r"damaged: model\.safetensors has another SHA"),
-    (tear_without_sums, DOORS.values(), r"cannot be read: .*header"),
-    (lambda folder: (folder / "config.json").unlink(), DOORS.values(), r"it has no config\.json"),
-    *((change_ids(ids), GENERATORS, NO_IDS) for ids in ([[1]], {"a": 1}, "1", [1.5])),
+    (tear, r"damaged: model\.safetensors has another SHA"),
+    (tear_without_sums, r"cannot be read: .*header"),
+    (lambda folder: (folder / "config.json").unlink(), r"it has no config\.json"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "loaders", "message"), DAMAGE)
-def test_a_damaged_folder_is_refused_at_every_door(folder, damage, loaders, message):
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_a_damaged_folder_is_refused_at_every_door(folder, damage, message):
     damage(folder)
-    for load in loaders:
+    for load in DOORS.values():
         with pytest.raises(CheckpointError, match=message):
             load(folder)
 

@@ -200,14 +200,8 @@ def test_what_cannot_be_attached_is_refused():
         lora_config(tiny_model(**DENSE))
     assert trainable(attach(tiny_model(**DENSE), experts=False))
     model = tiny_model()
-    for arguments, message in (
-        ({"rank": 2.5}, "rank is 2.5; expected an integer"),
-        ({"target_modules": ["q", "v"]}, "'target_modules'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            lora_config(model, **arguments)
-    for name in ("alhpa", "r"):
-        with pytest.raises(ConfigError, match=name):
+    for name in ("alhpa", "r", "target_modules"):
+        with pytest.raises(TypeError, match=name):
             lora_config(model, **{name: 3})
     lora_config(model, experts=False, use_dora=True)
     assert lora_config(model, experts=False, lora_dropout=0.1).lora_dropout == 0.1
