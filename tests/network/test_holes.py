@@ -89,16 +89,6 @@ def test_a_band_is_a_ring_of_neighbours(corner: tuple[int, int], hole: tuple[int
         assert np.all(np.diff(owners) >= 0)
 
 
-def test_clients_face_the_nearest_whole_pair() -> None:
-    ranks = np.arange(24).reshape(6, 4)
-    whole, fragments = pair_rows_around_holes(ranks, [8, 9, 12, 13])
-
-    # The upper row hands over upwards, the lower one downwards: one link each.
-    assert len(whole) == 2
-    assert fragments[0].ring.tolist() == [10, 11, 15, 14]
-    assert fragments[0].hosts.tolist() == [6, 7, 19, 18]
-
-
 def test_holes_that_do_not_fit_are_refused_with_the_ranks() -> None:
     ranks = np.arange(16).reshape(4, 4)
 

@@ -89,8 +89,6 @@ def test_the_levels_of_an_exchange_are_those_of_the_mesh():
     [
         ("tq=2x2", "expected tiles of axes, e.g. tp=4x4,ep=8x8; axes are dp_replicate"),
         ("tp=2x2", "expected dp_replicate with 2 sizes, whose product is mesh.dp_replicate, 2"),
-        ("tp=1x\u0662", "expected tiles of axes"),
-        ("tp=2x3", "product is"),
         ("tp=4x1,ep=3x1,dp_replicate=2x1", "tiles of at most 4 ranks along axis 0"),
     ],
 )

@@ -125,12 +125,6 @@ def on_sixteen_ranks(rank, num_ranks):
     ours = summed(scatter, x)
     answers["chunk"] = torch.equal(ours.chunk(16)[rank], theirs.chunk(16)[rank])
 
-    # The survivors alone are not enough for a schedule of all.
-    if rank not in HOLE:
-        with pytest.raises(AssertionError, match="no 12 different ranks"):
-            ScheduledCollective(torus(), survivors)
-        with pytest.raises(AssertionError, match="same live ranks"):
-            ScheduledCollective(torus(), survivors, live_ranks=live_ranks)
     return answers
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
-from moe.models.configuration import STMoEConfig
 from moe.network.planner.placement import place_by_tiles, place_in_order
 from moe.network.planner.search import estimated_seconds
 from moe.network.planner.table import show_network_plan
@@ -16,24 +15,13 @@ from moe.network.topology_file import Network
 from moe.planning.plan import build_model, make_plan
 from moe.planning.traffic import Collective, Kind
 from moe.planning.workload import Workload
+from tests.network.test_search import CONFIG
 
 BANDWIDTH = 1e9
 LATENCY = 2e-6
 TORUS = grid((4, 4), wraps=True, bandwidth=BANDWIDTH, latency=LATENCY)
 DATA = MeshConfig(dp_replicate=16)
 PAYLOAD = 64e6
-TINY = {
-    "vocab_size": 131,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 128,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_experts": 8,
-    "num_sparse_encoder_layers": 1,
-    "num_sparse_decoder_layers": 1,
-    "group_size": 64,
-}
 
 
 def call(kind, axis="dp_replicate", payload=PAYLOAD, num_calls=1):
@@ -186,7 +174,7 @@ def test_on_a_flat_network_levels_save_steps_and_send_no_more():
 
 def test_a_plan_on_a_network_assumes_that_checkpointed_blocks_run_again():
     work = Workload(32, 64, 16, activation_checkpointing=True)
-    plan = make_plan(build_model(STMoEConfig(**TINY)), work, MeshConfig(dp_replicate=2))
+    plan = make_plan(build_model(CONFIG), work, MeshConfig(dp_replicate=2))
     topology = switch(2, Rate(1e9, 1e-6))
     network = Network(topology, device_flops=1e12)
     timed = NetworkTimer(network, place_in_order(plan.mesh, topology)).plan(plan.collectives)

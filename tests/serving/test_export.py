@@ -115,17 +115,16 @@ def test_torch_export_keeps_the_mask_of_the_encoder(tmp_path):
 
 
 def test_what_has_no_graph_is_refused_with_the_reason(tmp_path):
-    with pytest.raises(ConfigError, match="17 experts cannot be exported"):
-        export(tmp_path / "a", num_experts=17)
-    with pytest.raises(ConfigError, match="experts choose among the tokens"):
-        export(
-            tmp_path / "b", router="expert_choice", router_options={}, num_sparse_decoder_layers=0
-        )
-    with pytest.raises(ConfigError, match="--quantization cannot be combined"):
-        export(tmp_path / "c", "--quantization", "int8", **DENSE)
-    with pytest.raises(ConfigError, match="experts"):
-        export(tmp_path / "d", "--format", "ctranslate2", **GEGLU)
-    assert not (tmp_path / "d/out").exists()
+    by_tokens = {"router": "expert_choice", "router_options": {}, "num_sparse_decoder_layers": 0}
+    for name, options, fields, message in [
+        ("a", [], {"num_experts": 17}, "17 experts cannot be exported"),
+        ("b", [], by_tokens, "experts choose among the tokens"),
+        ("c", ["--quantization", "int8"], DENSE, "--quantization cannot be combined"),
+        ("d", ["--format", "ctranslate2"], GEGLU, "experts"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            export(tmp_path / name, *options, **fields)
+        assert not (tmp_path / name / "out").exists()
     tiny_model(**DENSE).save_pretrained(tmp_path / "e")
     for source, error in ((tmp_path / "e", "no tokenizer"), (tmp_path / "f", "There is no folder")):
         with pytest.raises(MoEError, match=error):

@@ -149,15 +149,16 @@ def test_keys_of_a_request_that_have_the_name_of_ours_survive(folder, tmp_path):
     requests = [{**request, **taken, "references": "r"} for request in requests]
     source.write_text("".join(json.dumps(request) + "\n" for request in requests))
     out = tmp_path / "out.jsonl"
-    whole = run(folder, out, "--in", source)
+    whole = run(folder, out, "--in", source, "--scores")
     answered, refused = [json.loads(line) for line in whole.splitlines()]
     assert answered["request"] == {**taken, "references": "r"}
     assert (answered["line"], answered["references"]) == (1, "t") and answered["targets"]
+    assert len(answered["log_probs"]) >= 1 and all(x <= 0 for x in answered["log_probs"])
     assert refused["request"] == taken and refused["references"] == "r"
     assert "line 2" in refused["error"] and "targets" not in refused
 
     out.write_bytes(whole[: len(whole) // 2])
-    assert run(folder, out, "--in", source, "--resume") == whole
+    assert run(folder, out, "--in", source, "--scores", "--resume") == whole
 
 
 def test_settings_are_written_beside_the_answers_and_never_over_other_files(folder, tmp_path):
