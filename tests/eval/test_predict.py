@@ -1,12 +1,11 @@
-"""Predictions against a slow oracle that scores one choice of one example at a time."""
+"""Predictions of a run that is stopped, that grows, and of a model that learnt with sentinels."""
 
 import pytest
 import torch
 
 import stmoe_eval.answers.predict
-from moe import CheckpointError, ConfigError
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
-from stmoe_eval.answers.batches import Request
+from stmoe_eval.answers import batches
 from stmoe_eval.answers.predict import MODES, predict
 from stmoe_eval.answers.seq2seq import load_seq2seq
 from tests.models.tiny import tiny_model
@@ -15,9 +14,7 @@ ROWS = 7
 
 
 def requests_of(task):
-    return [
-        Request(example.id, example.inputs, example.choices) for example in task.examples("test")
-    ]
+    return batches.requests_of(task.examples("test"))
 
 
 @pytest.fixture
@@ -47,20 +44,6 @@ def log_probability(system, inputs, labels) -> float:
     with torch.no_grad():
         logits = system.model(input_ids=inputs, labels=labels).logits[0]
     return logits.log_softmax(-1).gather(-1, labels[0, :, None]).sum().item()
-
-
-@pytest.mark.parametrize("name", ["t5", "moe"])
-def test_rank_equals_scoring_one_choice_of_one_example_at_a_time(folders, task, tmp_path, name):
-    assert Request._fields == ("id", "inputs", "choices")  # the reference is not among them
-    system = load_seq2seq(folders[name])
-    predictions = predict(system, task, requests_of(task), "rank", tmp_path / "p.jsonl").predictions
-    for request, prediction in zip(requests_of(task)[::6], predictions[::6], strict=True):
-        inputs = system.tokenizer(request.inputs, return_tensors="pt").input_ids
-        for choice in task.choices:
-            labels = system.tokenizer(choice, return_tensors="pt").input_ids
-            expected = log_probability(system, inputs, labels)
-            assert abs(prediction.scores[choice] - expected) < 1e-4
-        assert prediction.output == max(prediction.scores, key=prediction.scores.get)
 
 
 @pytest.mark.parametrize("name", ["t5", "moe"])
@@ -95,23 +78,6 @@ def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(
         assert len(asked) == 25 - num_kept
 
 
-@pytest.mark.slow
-def test_a_dropping_model_scores_a_request_by_its_batch_mates(dropping, task, tmp_path):
-    """What the tests above and below stand on: for this model, other batches are other predictions."""
-    requests = requests_of(task)
-    for mode in MODES:
-        together = predict(dropping, task, requests, mode, tmp_path / "a.jsonl").predictions
-        num_changed = 0
-        for request, beside in zip(requests, together, strict=True):
-            path = tmp_path / "alone.jsonl"
-            (alone,) = predict(dropping, task, [request], mode, path).predictions
-            if mode == "rank":
-                num_changed += abs(alone.scores["red"] - beside.scores["red"]) > 0.01
-            else:
-                num_changed += alone.output != beside.output
-        assert num_changed > 5
-
-
 def test_predictions_made_beside_other_requests_are_not_reused(dropping, task, tmp_path):
     requests = requests_of(task)
     predict(dropping, task, requests[::2], "rank", tmp_path / "grown.jsonl")
@@ -139,10 +105,3 @@ def test_a_model_with_sentinels_is_asked_with_one_and_answers_without(
         tokens = system.model.generate(inputs, max_new_tokens=task.decoding.max_tokens + 1)[0]
         assert tokens[1] == first
         assert answer.output == system.tokenizer.decode(tokens[2:], skip_special_tokens=True)
-
-
-def test_a_folder_without_a_model_and_an_unknown_mode_are_refused(folders, task, tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json"):
-        load_seq2seq(tmp_path)
-    with pytest.raises(ConfigError, match=r"no mode 'guess'\. Choose from generate, rank"):
-        predict(load_seq2seq(folders["t5"]), task, [], "guess", tmp_path / "p.jsonl")

@@ -210,7 +210,7 @@ def predict(
 
 def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | None:
     """Returns the routing statistics of each stack over all batches; None for a dense model."""
-    if not batches or not batches[0].routers:
+    if not batches[0].routers:
         return None
 
     summaries: dict[Stack, RouterSummary] = {}

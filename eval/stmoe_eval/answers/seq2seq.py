@@ -94,8 +94,6 @@ class Seq2Seq(NamedTuple):
             max_tokens: Maximum number of tokens of an input; the tokenizer's own limit may be
                 lower.
         """
-        if not requests:
-            return []
         # Tokenize all texts at once, which is faster; the few that are too long again, truncated.
         max_tokens = min(max_tokens, self.tokenizer.model_max_length)
         texts = [request.inputs for request in requests]
