@@ -26,11 +26,9 @@ def colour(monkeypatch):
     return colour_task()
 
 
-def write_run(
-    folder, outputs, *, task=None, modes=("generate",), name="model", limit=None, **changes
-):
+def write_run(folder, outputs, *, modes=("generate",), name="model", limit=None, **changes):
     """Writes what a run leaves; `outputs` are answers to the first examples, the others are right."""
-    task = task or colour_task()
+    task = colour_task()
     examples = task.examples("validation")[:limit]
     answers = [*outputs, *(example.targets for example in examples[len(outputs) :])]
     scoring = Scoring()
@@ -39,7 +37,7 @@ def write_run(
         decoding = task.decoding if mode == "generate" else None
         header = Header("f" * 16, task.name, task.version, mode, decoding, "b" * 16, scoring)
         predictions = PredictionsFile(predictions_path(folder, task.name, name, mode), header)
-        predictions.resume([], lambda whole: whole)
+        predictions.resume(lambda num_answered: num_answered)
         made = made_by(mode, examples, answers)
         predictions.append([Batch([prediction], {}) for prediction in reversed(made)])
         rows.append(score_system(task, examples, answers, name, mode).result)
@@ -83,32 +81,6 @@ def test_the_difference_the_test_and_the_examples(tmp_path):
     assert "| fire-0 | name the colour of fire | red | red | pink | 100.0 | 0.0 |" in text
 
 
-def test_another_model_of_a_run_is_named(tmp_path):
-    a = write_run(tmp_path / "a", [], name="first")
-    b = write_run(tmp_path / "b", ["pink"], name="second")
-    assert compare_runs(a, f"second={b}").b.name == "second"
-    with pytest.raises(ConfigError, match=r"no model 'secnd' in .*b. Did you mean 'second'\?"):
-        compare_runs(a, f"secnd={b}")
-    with pytest.raises(ConfigError, match=r"both model 'first' of .*a. Name another: NAME=FOLDER"):
-        compare_runs(a, a)
-
-
-def test_runs_on_a_task_that_the_library_no_longer_has_are_refused(tmp_path):
-    task = replace(colour_task(), name="gone")
-    runs = [write_run(tmp_path / name, [name], task=task) for name in "ab"]
-    with pytest.raises(ConfigError, match="There is no task called 'gone'"):
-        compare_runs(*runs)
-
-
-def test_modes_and_tasks_that_one_run_lacks_are_left_out_and_said(tmp_path):
-    a = write_run(tmp_path / "a", [], modes=("generate", "rank"))
-    b = write_run(tmp_path / "b", ["pink"])
-    result = compare_runs(a, b)
-    assert [task.mode for task in result.tasks] == ["generate"]
-    assert result.left_out == ["colour by rank is in A only."]
-    assert "- Left out: colour by rank is in A only." in comparison_markdown(result)
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -124,22 +96,34 @@ def test_runs_of_other_examples_are_refused(tmp_path, changes, text):
         compare_runs(a, b)
 
 
-def test_a_version_that_the_library_no_longer_has_is_refused(tmp_path):
-    a, b = (write_run(tmp_path / name, [], version=0) for name in "ab")
-    with pytest.raises(DataError, match=r"version 0 of colour; the library now has version 1"):
-        compare_runs(a, b)
+def test_sides_tasks_and_modes_are_named_and_what_one_run_lacks_is_said(tmp_path):
+    a = write_run(tmp_path / "a", [], modes=("generate", "rank"), name="first")
+    b = write_run(tmp_path / "b", [], name="second")
+    result = compare_runs(a, f"second={b}")
+    assert result.b.name == "second"
+    assert [task.mode for task in result.tasks] == ["generate"]
+    assert result.left_out == ["colour by rank is in A only."]
+    text = comparison_markdown(result)
+    assert "- Left out: colour by rank is in A only." in text
 
+    # Systems that score alike have a marked interval.
+    (metric,) = result.tasks[0].metrics
+    assert metric.difference == 0
+    assert metric.low < 0 < metric.high
+    assert f"{metric.low:+.1f} to {metric.high:+.1f} *" in text
+    assert f"- accuracy: {metric.note}." in text
+    assert "no spread was seen" in metric.note
 
-def test_what_is_missing_is_one_message(tmp_path):
-    a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [], modes=("rank",))
-    with pytest.raises(DataError, match=r"nothing in common: `model` of .*a has colour \(gen"):
-        compare_runs(a, b)
-    with pytest.raises(DataError, match=r"nothing of --mode rank in common"):
-        compare_runs(a, write_run(tmp_path / "c", []), mode="rank")
-    with pytest.raises(ConfigError, match=r"task 'color'. Did you mean 'colour'\? They have col"):
-        compare_runs(a, b, tasks=["color"])
-    with pytest.raises(DataError, match=r"no report.json in .*nowhere. Expected the --out folder"):
-        compare_runs(a, str(tmp_path / "nowhere"))
+    old = [write_run(tmp_path / name, [], version=0) for name in ("c", "d")]
+    for sides, options, message in (
+        ((a, f"secnd={b}"), {}, r"no model 'secnd' in .*b. Did you mean 'second'\?"),
+        ((a, a), {}, r"both model 'first' of .*a. Name another: NAME=FOLDER"),
+        ((a, b), {"mode": "rank"}, r"nothing of --mode rank in common: `first` of .*a has col"),
+        ((a, b), {"tasks": ["color"]}, r"task 'color'. Did you mean 'colour'\? They have col"),
+        (old, {}, r"version 0 of colour; the library now has version 1"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            compare_runs(*sides, **options)
 
 
 def test_answers_or_examples_that_are_not_whole_are_said(tmp_path):
@@ -158,16 +142,3 @@ def test_answers_or_examples_that_are_not_whole_are_said(tmp_path):
     file.write_text(file.read_text()[:-7])
     with pytest.raises(DataError, match=r"colour\.jsonl, line 25"):
         compare_runs(a, b)
-
-
-def test_systems_that_score_alike_have_a_marked_interval(tmp_path):
-    a = write_run(tmp_path / "a", [])
-    b = write_run(tmp_path / "b", [])
-    comparison = compare_runs(a, b)
-    (metric,) = [each for each in comparison.tasks[0].metrics if each.metric == "accuracy"]
-    assert metric.difference == 0
-    assert metric.low < 0 < metric.high
-    text = comparison_markdown(comparison)
-    assert f"{metric.low:+.1f} to {metric.high:+.1f} *" in text
-    assert f"- accuracy: {metric.note}." in text
-    assert "no spread was seen" in metric.note

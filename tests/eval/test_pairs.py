@@ -10,8 +10,7 @@ import pytest
 
 import stmoe
 from moe import ConfigError, DataError
-from stmoe_eval.pairs import PAIR_TASKS, read_pairs_task
-from stmoe_eval.task import TASKS
+from stmoe_eval.pairs import read_pairs_task
 from tests.eval.conftest import THINGS
 
 pytestmark = pytest.mark.usefixtures("short_answers")
@@ -59,35 +58,15 @@ def test_labels_in_wide_letters_are_answered_like_narrow_ones(folders, pairs, tm
     assert right == [2 * len(task["worst"])] * 2
 
 
-def test_targets_with_unknown_characters_are_counted(folders, tmp_path):
-    signs = [{"inputs": f"price {number}", "targets": sign} for number, sign in enumerate("€£€")]
+def test_targets_with_unknown_characters_are_counted_and_groups_kept(folders, tmp_path):
+    signs = [{"inputs": f"price {n}", "targets": sign} for n, sign in enumerate("€£€")]
+    signs[1]["group"] = signs[2]["group"] = "7"
     path = write(tmp_path / "signs.jsonl", signs)
     run("--model", folders["t5"], "--pairs", path, "--modes", "generate", "--out", tmp_path / "out")
     (task,) = report_of(tmp_path / "out")["tasks"]
     (note,) = task["notes"]
     assert note.startswith("3 targets have characters that the vocabulary lacks")
-
-
-def test_groups_are_those_of_the_file(pairs, tmp_path):
-    grouped = [{**pair, "group": number // 2} for number, pair in enumerate(PAIRS)]
-    task = read_pairs_task(write(tmp_path / "grouped.jsonl", grouped))
-    assert len({example.group for example in task.examples("validation")}) == 10
-    task = read_pairs_task(pairs)
-    assert len({example.group for example in task.examples("validation")}) == 20
-    assert task.choices == ("dark blue", "green", "red")
-
-
-def test_runs_on_other_files_or_parts_are_not_compared(folders, pairs, tmp_path):
-    other = [*PAIRS[:-1], {"inputs": "name grass", "targets": "green"}]
-    files = {"a": [pairs], "b": [write(tmp_path / "other", other)], "c": [pairs, "--limit", 7]}
-    sides = {}
-    for name, words in files.items():
-        sides[name] = str(tmp_path / name)
-        model = ["--model", folders["t5"], "--modes", "generate", "--out", sides[name]]
-        run(*model, "--pairs", *words)
-    for name, message in (("b", "other data"), ("c", "limit None in A and 7 in B")):
-        with pytest.raises(DataError, match=message):
-            stmoe.main(["eval", "compare", sides["a"], sides[name], "--out", str(tmp_path / "x")])
+    assert (task["num_examples"], task["num_groups"]) == (3, 2)
 
 
 def test_a_split_of_a_downloaded_dataset_is_evaluated(tmp_path):
@@ -124,11 +103,7 @@ def test_baselines_see_no_pair_that_is_evaluated(folders, pairs, tmp_path):
     [
         (["--pairs", "{pairs}", "--tasks", "copa"], "not allowed with"),
         ([], "--tasks --pairs"),
-        (["--pairs", "{pairs}", "--split", "test"], "--split test cannot be combined"),
-        (["--pairs", "{pairs}", "--data", "{folder}"], "--data .* cannot be combined"),
-        (["--tasks", "copa", "--train-pairs", "{pairs}"], "would change nothing"),
         (["--pairs", "{folder}"], "is not a file"),
-        (["--pairs", "{pairs}x"], "is not a file"),
         (["--pairs", "{pairs}", "--train-pairs", "{pairs}x"], "is not a file"),
         (["--pairs", "{empty}"], "holds no pairs"),
         (["--pairs", "{texts}", "--modes", "rank"], "cannot be evaluated by rank"),
@@ -143,7 +118,3 @@ def test_what_cannot_be_evaluated_is_refused(folders, pairs, tmp_path, more, mes
     words = [word.format_map(places) for word in more]
     with pytest.raises((ConfigError, DataError), match=message):
         run("--model", folders["t5"], *words, "--out", tmp_path / "out")
-
-
-def test_no_task_of_the_registry_is_called_like_pairs():
-    assert not set(PAIR_TASKS) & set(TASKS.names())
