@@ -1,28 +1,11 @@
 """Single tasks: what sets each apart. What all tasks promise is in tests/contracts/test_tasks.py."""
 
 import json
-from dataclasses import replace
 
-import datasets
 import pytest
 
-from stmoe_eval.source import EXPORT
 from stmoe_eval.task import TASKS
-from tests.eval.rows import FIXTURES, examples_of, fixture_rows, write_parquet
-
-
-@pytest.mark.parametrize("name", ["anli_r3", "record", "winogrande_xl"])
-def test_a_repository_of_the_hub_gives_the_rows_of_its_files(name, tmp_path, monkeypatch):
-    """The repository is a folder that has the shape of the hub's export; `datasets` reads it."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    source = TASKS.get(name).source
-    for split in source.splits:
-        rows = source.rows(split, FIXTURES / name)
-        exported = tmp_path / "repository" / source.config / source.hub_splits.get(split, split)
-        write_parquet(exported / "0000.parquet", fixture_rows(FIXTURES / name / f"{split}.jsonl"))
-        repository, counts = str(tmp_path / "repository"), {**source.counts, split: len(rows)}
-        hub = replace(source, repository=repository, counts=counts, revisions=(EXPORT,))
-        assert hub.rows(split) == rows
+from tests.eval.rows import FIXTURES, examples_of, fixture_rows
 
 
 @pytest.mark.parametrize(
@@ -40,10 +23,20 @@ def test_structs_of_lists_and_lists_of_structs_are_the_same(name, column, tmp_pa
     assert source.rows(split, tmp_path) == source.rows(split, FIXTURES / name)
 
 
-def test_wsc_trains_on_right_candidates_and_is_evaluated_on_all():
-    task = TASKS.get("wsc")
-    assert [example.targets for example in examples_of(task, "train")] == ["Sofie", "The crate"]
-    assert len(examples_of(task, "validation")) == 4
+def test_tasks_have_their_own_training_rows_groups_and_orders_of_labels():
+    wsc = TASKS.get("wsc")
+    assert [example.targets for example in examples_of(wsc, "train")] == ["Sofie", "The crate"]
+    assert len(examples_of(wsc, "validation")) == 4
+
+    axg = TASKS.get("axg")
+    examples = examples_of(axg, "test")
+    assert [example.group for example in examples] == ["0", "0", "1", "1"]
+    found = axg.scores(examples, ["entailment"] * 4)
+    assert found == {"accuracy": 50.0, "gender_parity": 100.0}
+
+    anli = TASKS.get("anli_r3")
+    labels = [example.targets for example in examples_of(anli, anli.split)[:3]]
+    assert labels == ["entailment", "neutral", "contradiction"]
 
 
 def test_record_trains_on_every_answer_asks_each_query_once_and_sorts_entities():
@@ -67,32 +60,6 @@ def test_arc_keys_may_be_digits_and_choices_three_to_five():
     assert [example.targets for example in texts] == ["a candle", "water", "flower", "diamond"]
     question = "what freezes at 0 degrees celsius? \\n (a) iron (b) oil (c) water (d) salt"
     assert texts[1].inputs == question
-
-
-def test_an_arc_key_that_labels_no_choice_is_named(tmp_path):
-    choices = {"text": ["a", "b"], "label": ["A", "B"]}
-    row = {"id": "q7", "question": "Why?", "choices": choices, "answerKey": "2"}
-    (tmp_path / "arc_easy").mkdir()
-    (tmp_path / "arc_easy" / "test.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=r"'q7' has answerKey '2' and 2 choices labelled A, B"):
-        TASKS.get("arc_easy").examples("test", tmp_path)
-
-
-def test_anli_and_cb_do_not_share_the_order_of_their_labels():
-    labels = {}
-    for name in ("cb", "anli_r3"):
-        task = TASKS.get(name)
-        labels[name] = [example.targets for example in examples_of(task, task.split)[:3]]
-    assert labels["cb"] == ["entailment", "contradiction", "neutral"]
-    assert labels["anli_r3"] == ["entailment", "neutral", "contradiction"]
-    assert TASKS.get("cb").choices != TASKS.get("anli_r3").choices
-
-
-def test_the_pairs_of_axg_are_two_rows_that_differ_in_a_pronoun():
-    examples = examples_of(TASKS.get("axg"), "test")
-    assert [example.group for example in examples] == ["0", "0", "1", "1"]
-    found = TASKS.get("axg").scores(examples, ["entailment"] * 4)
-    assert found == {"accuracy": 50.0, "gender_parity": 100.0}
 
 
 def test_squad_v2_counts_an_unanswerable_question_as_the_official_script_does():
