@@ -87,15 +87,3 @@ def test_checkpointing_keeps_inputs_of_blocks_and_one_block_at_a_time():
     assert again.total < whole.total / 2
     assert whole.recomputed == 0
     assert 0 < again.recomputed < whole.saved
-
-
-def test_activations_grow_with_the_micro_batch_and_shrink_over_tp():
-    model = tiny_model(**FIELDS)
-
-    def total(micro, mesh):
-        workload = Workload(16, LENGTH, TARGETS, micro_batch_size=micro)
-        return activations(model, workload, mesh).total
-
-    large = total(8, MeshConfig())
-    assert large == pytest.approx(4 * total(2, MeshConfig()), rel=0.05)
-    assert large / 3 < total(8, MeshConfig(tp=3)) < large

@@ -51,29 +51,23 @@ class Case:
 
 
 STATIC = {"dispatch": "static"}
+UNSTACKED = {**STATIC, "sparse_dense_stacking": False}
 SEQUENCES = {"group_size": 64, "convention": "switch", "expert_capacity": 3}
 TIED = {"feed_forward_proj": "relu", "tie_word_embeddings": True}
 EXACT = {
-    "dp_shard x ep, static": Case((1, 2, 2, 1), STATIC),
     "dp_shard x ep, ragged": Case((1, 2, 2, 1), BY_HASH, micro=2, checkpointed=True),
     "dp_shard x ep, bfloat16": Case((1, 2, 2, 1), STATIC, checkpointed=True, bfloat16=True),
-    "dp_shard, AdamW": Case((1, 4, 1, 1), STATIC, optimizer="adamw"),
-    "dp_replicate x ep, static": Case((2, 1, 2, 1), STATIC, micro=2),
+    "dp_replicate x ep, AdamW": Case((2, 1, 2, 1), STATIC, micro=2, optimizer="adamw"),
     "ep x tp, ragged": Case((1, 1, 2, 2), BY_HASH, micro=4, checkpointed=True),
     "ep x tp, dropout": Case((1, 1, 2, 2), {**STATIC, "dropout_rate": 0.1}, checkpointed=True),
-    "ep x tp, unstacked": Case((1, 1, 2, 2), {**STATIC, "sparse_dense_stacking": False}),
     "ep x tp, LARS": Case((1, 1, 2, 2), STATIC, optimizer="lars", options={"skip": ["biases"]}),
-    "dp_shard x ep, Muon": Case((1, 2, 2, 1), STATIC, optimizer="muon"),
-    "ep x tp, Muon": Case((1, 1, 2, 2), STATIC, optimizer="muon"),
+    "ep x tp, Muon": Case((1, 1, 2, 2), UNSTACKED, optimizer="muon"),
     "ep, groups of one sequence": Case((1, 1, 4, 1), {**STATIC, **SEQUENCES}, micro=2),
     "ep in two nodes, ragged": Case((1, 1, 4, 1, 2), BY_HASH),
     "tp, ReLU, tied head": Case((1, 1, 1, 4), {**TIED, **STATIC}),
     "balance over all": Case((1, 2, 2, 1), {**STATIC, "balance_scope": "global"}, micro=2),
 }
-DROPPING = {
-    "dp_shard x ep, dropping": Case((1, 2, 2, 1)),
-    "ep x tp, dropping": Case((1, 1, 2, 2), checkpointed=True),
-}
+DROPPING = {"ep x tp, dropping": Case((1, 1, 2, 2), checkpointed=True)}
 
 
 def even_ids(num_rows, length, generator):
