@@ -3,9 +3,7 @@
 import contextlib
 import os
 import re
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -28,7 +26,6 @@ DEFAULT_TIMEOUT = 600.0
 """Seconds that a rank waits for the others, at the start and in every exchange."""
 
 _SHUTDOWN_AFTER_FAILURE = 5.0  # seconds
-_RETRY_INTERVAL = 0.1  # seconds
 _TIMEOUT_SLACK = 2.0  # seconds by which torch's timeouts may be late
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LOST_RANK = re.compile(r"gloo[/:]|NCCL|c10d|Connection (closed|reset) by peer|Broken pipe")
@@ -166,22 +163,11 @@ def _join_ranks(world: World, timeout: float) -> None:
     if world.device_type == "cuda":
         torch.cuda.set_device(world.local_rank)
 
-    deadline = time.monotonic() + timeout
+    duration = timedelta(seconds=timeout)
     try:
-        # torchrun's agent keeps the store if it says so, else rank 0 does.
-        agent_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if world.rank != 0 or agent_keeps_store:
-            _wait_for_listener(deadline)
-
-        # A peer that accepts the connection but does not respond times out, too.
-        remaining = max(_RETRY_INTERVAL, deadline - time.monotonic())
-        init = partial(
-            _init_process_group,
-            backend_of(world.device_type),
-            rendezvous_timeout=timedelta(seconds=remaining),
-            exchange_timeout=timedelta(seconds=timeout),
+        _call_with_timeout(
+            partial(_init_process_group, backend_of(world.device_type), duration), timeout
         )
-        _call_with_timeout(init, remaining)
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         if "EADDRINUSE" in str(error):
@@ -198,30 +184,9 @@ def _join_ranks(world: World, timeout: float) -> None:
         ) from error
 
 
-def _wait_for_listener(deadline: float) -> None:
-    """Waits until a process listens at the address of the store; torch would wait twice as long.
-
-    Raises:
-        RuntimeError: When nothing listens there at the deadline.
-    """
-    host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    while True:
-        remaining = max(_RETRY_INTERVAL, deadline - time.monotonic())
-        try:
-            with socket.create_connection((host, port), timeout=remaining):
-                return
-        except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
-            if time.monotonic() + _RETRY_INTERVAL > deadline:
-                raise RuntimeError(f"nothing listens there: {error}") from error
-        time.sleep(_RETRY_INTERVAL)
-
-
-def _init_process_group(
-    backend: str, *, rendezvous_timeout: timedelta, exchange_timeout: timedelta
-) -> None:
+def _init_process_group(backend: str, timeout: timedelta) -> None:
     """Creates the group of all ranks."""
-    store, rank, size = next(rendezvous("env://", timeout=rendezvous_timeout))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
 
     # torchrun keeps its store when it restarts ranks, with the addresses of the ranks that are
     # gone: every start has its own prefix. A store of the first rank is new, and a node that returns
@@ -229,21 +194,20 @@ def _init_process_group(
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"moe/start/{restart}", store)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=exchange_timeout
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
     # No rank continues before all are connected: if one failed now, it would close connections that
     # others are still opening.
     if store.add("moe/connected", 1) == size:
         store.set("moe/all_connected", "1")
-    store.wait(["moe/all_connected"], rendezvous_timeout)
+    store.wait(["moe/all_connected"], timeout)
 
 
 def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
     """Returns the result of a function, or abandons it in a thread when it takes too long.
 
-    torch has no timeout for a listener that accepts the connection and never responds.
+    torch waits twice as long where nothing listens, and forever for a listener that accepts the
+    connection and never responds.
 
     Raises:
         RuntimeError: When it does not return within about `timeout` seconds.
@@ -261,7 +225,7 @@ def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
     try:
         return result.result(timeout + _TIMEOUT_SLACK)
     except TimeoutError as error:
-        raise RuntimeError("it accepted the connection but did not respond") from error
+        raise RuntimeError("no rank answered there") from error
 
 
 def _another_rank_raised(error: Exception) -> bool:
