@@ -225,7 +225,7 @@ def test_examples_layers_and_experts_are_chosen_by_buttons(browser, page, trace)
     # A bar of the load leads to its expert, too.
     browser.click("#load figure:nth-of-type(2) .bar-group:nth-of-type(4)")
     assert "encoder 2, expert 4" in text(browser, "#expert h3")
-    assert browser.count(".bar-group.chosen") == 1
+    browser.wait_for("document.querySelectorAll('.bar-group.chosen').length === 1")
     assert "go on to expert" not in text(browser, "#flow")
     browser.click("#load figure:nth-of-type(1) .bar-group:nth-of-type(4)")
     browser.run("document.querySelector('#flow').scrollIntoView({behavior: 'instant'})")

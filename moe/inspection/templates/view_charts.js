@@ -25,59 +25,44 @@ function chosenExpert(model, layer) {
 }
 
 /** Figures by the element that they are drawn into; not each page has all. */
-const charts = new Map(
-  Object.entries({
+const charts = new Map();
+const whenInView = new IntersectionObserver(
+  (entries) => {
+    for (const { target } of entries.filter((entry) => entry.isIntersecting)) {
+      whenInView.unobserve(target);
+      charts.get(target)(target);
+    }
+  },
+  { rootMargin: "100px" },
+);
+
+function buildCharts() {
+  for (const [id, drawChart] of Object.entries({
     "load-charts": drawLoads,
     "flow-charts": drawFlows,
-  })
-    .map(([id, draw]) => [document.getElementById(id), draw])
-    .filter(([place]) => place),
-);
-const outdated = new Set();
-const inView = new Set();
-
-/** Draws all figures, and from then on again when they come into view and are outdated. */
-function buildCharts() {
-  charts.forEach((drawChart, place) => drawChart(place));
-  outdated.clear();
-  const observer = new IntersectionObserver(
-    (entries) => {
-      for (const { target, isIntersecting } of entries) {
-        if (isIntersecting) {
-          inView.add(target);
-          drawOutdated(target);
-        } else {
-          inView.delete(target);
-        }
-      }
-    },
-    { rootMargin: "100px" },
-  );
-  charts.forEach((_, place) => observer.observe(place));
-}
-
-/** Lets all figures follow the chosen expert and the width of the page: at once those in view. */
-function refreshCharts() {
-  for (const place of charts.keys()) {
-    outdated.add(place);
-    if (inView.has(place)) {
-      drawOutdated(place);
+  })) {
+    const place = document.getElementById(id);
+    if (place) {
+      drawChart(place);
+      charts.set(place, drawChart);
     }
   }
 }
 
-function drawOutdated(place) {
-  if (outdated.delete(place)) {
-    charts.get(place)(place);
+/** Lets all figures follow the chosen expert and the width of the page, as soon as they are in view. */
+function refreshCharts() {
+  for (const place of charts.keys()) {
+    whenInView.unobserve(place);
+    whenInView.observe(place);
   }
 }
 
 function tooltip(text) {
-  return draw("title", {}, text);
+  return draw("title", text);
 }
 
 function label(text, attributes) {
-  return draw("text", { class: "label", ...attributes }, text);
+  return draw("text.label", { ...attributes }, text);
 }
 
 // ---------------------------------------------------------------------------
@@ -86,9 +71,9 @@ function label(text, attributes) {
 function drawLoads(place) {
   const figures = [];
   for (const model of models) {
-    const group = make("div", { class: "figures" });
+    const group = make("div.figures");
     if (models.length > 1) {
-      figures.push(make("h3", {}, model.name));
+      figures.push(make("h3", model.name));
     }
     figures.push(group);
     const columns = Math.min(model.layers.length, Math.max(1, Math.floor(place.clientWidth / 420)));
@@ -115,7 +100,7 @@ function loadSentence(layer) {
 
 function loadFigure(model, layer, width) {
   const sentence = loadSentence(layer);
-  const summary = make("span", { class: "soft" }, ` ${sentence}`);
+  const summary = make("span.soft", ` ${sentence}`);
   const image = draw("svg", {
     width,
     height: LOAD_TOP + LOAD_HEIGHT + LABEL_SPACE,
@@ -131,8 +116,8 @@ function loadFigure(model, layer, width) {
 
   // What every expert would have if all were alike.
   const even = scale.y(sum(layer.load) / layer.num_experts);
-  image.append(draw("line", { class: "even", x1: 0, x2: width, y1: even, y2: even }));
-  return make("figure", {}, make("figcaption", {}, make("strong", {}, layer.name), summary), image);
+  image.append(draw("line.even", { x1: 0, x2: width, y1: even, y2: even }));
+  return make("figure", make("figcaption", make("strong", layer.name), summary), image);
 }
 
 /** Returns the bar of an expert: what was accepted, and on it what was refused. */
@@ -150,9 +135,9 @@ function loadBar(model, layer, expert, { step, y }) {
       on: { click: () => chooseInLayer(model, layer, expert) },
     },
     tooltip(`expert ${expert + 1}: ${plural(asked, "request")}, ${refused} refused`),
-    draw("rect", { class: "hit", x: expert * step, y: 0, width: step, height: y(0) + LABEL_SPACE }),
-    draw("rect", { class: "accepted", ...box, y: y(accepted), height: y(0) - y(accepted) }),
-    draw("rect", { class: "refused", ...box, y: y(asked), height: y(accepted) - y(asked) }),
+    draw("rect.hit", { x: expert * step, y: 0, width: step, height: y(0) + LABEL_SPACE }),
+    draw("rect.accepted", { ...box, y: y(accepted), height: y(0) - y(accepted) }),
+    draw("rect.refused", { ...box, y: y(asked), height: y(accepted) - y(asked) }),
   );
 
   // Where bars are narrow only some have a number.
@@ -189,10 +174,5 @@ function loadNumbers() {
     "tokens without an expert",
     "entropy of the router (nats)",
   ];
-  return make(
-    "details",
-    {},
-    make("summary", {}, "Numbers"),
-    makeTable(header, rows, [1, 2, 3, 4, 5]),
-  );
+  return make("details", make("summary", "Numbers"), makeTable(header, rows, [1, 2, 3, 4, 5]));
 }

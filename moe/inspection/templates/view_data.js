@@ -147,28 +147,33 @@ function exampleOf(stack, token) {
 // ---------------------------------------------------------------------------
 // Elements and numbers; texts only ever become text nodes
 
-function fill(element, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "on") {
-      Object.entries(value).forEach(([event, listener]) =>
-        element.addEventListener(event, listener),
-      );
-    } else if (name === "data") {
+/** Returns an element: fill(create, "p.soft", [{ title: "more" }, "text"]); attributes may be left out. */
+function fill(create, name, parts) {
+  const [tag, ...classes] = name.split(".");
+  const element = create(tag);
+  if (classes.length) {
+    element.setAttribute("class", classes.join(" "));
+  }
+  const [attributes, ...children] = parts[0]?.constructor === Object ? parts : [{}, ...parts];
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "on") {
+      Object.entries(value).forEach((pair) => element.addEventListener(...pair));
+    } else if (key === "data") {
       Object.assign(element.dataset, value);
     } else if (value !== null && value !== false) {
-      element.setAttribute(name, value === true ? "" : value);
+      element.setAttribute(key, value === true ? "" : value);
     }
   }
   element.append(...children.filter((child) => child !== null));
   return element;
 }
 
-function make(tag, attributes = {}, ...children) {
-  return fill(document.createElement(tag), attributes, children);
+function make(name, ...parts) {
+  return fill((tag) => document.createElement(tag), name, parts);
 }
 
-function draw(tag, attributes = {}, ...children) {
-  return fill(document.createElementNS(SVG, tag), attributes, children);
+function draw(name, ...parts) {
+  return fill((tag) => document.createElementNS(SVG, tag), name, parts);
 }
 
 function formatCount(count) {
@@ -202,10 +207,15 @@ function sum(values) {
 /** Returns a number in the colour of its expert. */
 function expertChip(layer, expert) {
   return make(
-    "span",
-    { class: "chip", data: { hue: hueOf(layer, expert) } },
+    "span.chip",
+    { data: { hue: hueOf(layer, expert) } },
     expert < 0 ? "–" : String(expert + 1),
   );
+}
+
+/** Returns a box in which an element that is too wide scrolls, by keyboard too. */
+function scrollable(label, element) {
+  return make("div.scroll", { tabindex: "0", role: "group", "aria-label": label }, element);
 }
 
 /** Returns a table; cells are texts or elements, and numbers stand on the right. */
@@ -215,17 +225,8 @@ function makeTable(header, rows, numbers = []) {
     make("th", { scope: "col", class: kind(column) }, cell),
   );
   const body = rows.map((row) =>
-    make("tr", {}, ...row.map((cell, column) => make("td", { class: kind(column) }, cell))),
+    make("tr", ...row.map((cell, column) => make("td", { class: kind(column) }, cell))),
   );
-  const table = make(
-    "table",
-    {},
-    make("thead", {}, make("tr", {}, ...head)),
-    make("tbody", {}, ...body),
-  );
-  return make(
-    "div",
-    { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table" },
-    table,
-  );
+  const table = make("table", make("thead", make("tr", ...head)), make("tbody", ...body));
+  return scrollable("Table", table);
 }

@@ -13,7 +13,7 @@ function renderToken() {
   place.classList.toggle("filled", Boolean(state.token));
   if (!state.token) {
     const hint = "Point at a token, or go to it by Tab and arrow keys.";
-    place.replaceChildren(make("h3", {}, "Token"), make("p", { class: "soft" }, hint));
+    place.replaceChildren(make("h3", "Token"), make("p.soft", hint));
     return;
   }
   const { stack, token } = state.token;
@@ -27,11 +27,10 @@ function renderToken() {
   }
   const heading = make(
     "h3",
-    {},
-    make("span", { class: "soft" }, "Token "),
-    make("code", {}, tokenText(stack, token).trim()),
+    make("span.soft", "Token "),
+    make("code", tokenText(stack, token).trim()),
   );
-  place.replaceChildren(heading, make("p", { class: "soft" }, facts.join(" · ")));
+  place.replaceChildren(heading, make("p.soft", facts.join(" · ")));
 
   for (const model of models) {
     const layer = model.byStack[stack.name][state.layer[stack.name]];
@@ -58,17 +57,17 @@ function describeChoices(model, layer, token) {
     const chip = expertChip(layer, expert);
     return [chip, bar, formatPercent(prob), choiceText(choice), weightText(choice)];
   });
-  const parts = [make("h4", {}, title)];
+  const parts = [make("h4", title)];
   if (rows.length) {
     parts.push(makeTable(["expert", "", "prob.", "choice", "weight"], rows, [2, 4]));
   } else {
-    parts.push(make("p", {}, "No expert chose it."));
+    parts.push(make("p", "No expert chose it."));
   }
   if (!layer.numBest) {
-    parts.push(make("p", { class: "soft" }, "Probabilities were not recorded."));
+    parts.push(make("p.soft", "Probabilities were not recorded."));
   }
 
-  const way = make("p", { class: "way" }, make("span", { class: "soft" }, "by layer "));
+  const way = make("p.way", make("span.soft", "by layer "));
   const layers = model.byStack[layer.stack];
   layers.forEach((each) => {
     const chip = expertChip(each, firstChoice(each, token));
@@ -76,14 +75,14 @@ function describeChoices(model, layer, token) {
     chip.classList.toggle("here", each === layer);
     way.append(chip, each === layers[layers.length - 1] ? "" : " → ");
   });
-  return make("div", { class: "choices" }, ...parts, layers.length > 1 ? way : null);
+  return make("div.choices", ...parts, layers.length > 1 ? way : null);
 }
 
 function probabilityBar(layer, expert, prob) {
   const bar = make(
-    "span",
-    { class: "bar", "aria-hidden": "true", data: { hue: hueOf(layer, expert) } },
-    make("span", {}),
+    "span.bar",
+    { "aria-hidden": "true", data: { hue: hueOf(layer, expert) } },
+    make("span"),
   );
   bar.firstChild.style.width = `${100 * prob}%`;
   return bar;
@@ -91,11 +90,11 @@ function probabilityBar(layer, expert, prob) {
 
 function choiceText(choice) {
   if (!choice) {
-    return make("span", { class: "soft" }, "not asked");
+    return make("span.soft", "not asked");
   }
   const names = ["1st", "2nd", "3rd"];
   const name = names[choice.place] ?? `${choice.place + 1}th`;
-  return choice.weight === null ? make("strong", {}, `${name}, refused`) : `${name}, accepted`;
+  return choice.weight === null ? make("strong", `${name}, refused`) : `${name}, accepted`;
 }
 
 function weightText(choice) {
@@ -113,25 +112,25 @@ function renderExpert() {
   if (!layer || pane.expert === null) {
     const hint =
       "Choose an expert above the text, or click a token, to see where else it is chosen.";
-    place.replaceChildren(make("h3", {}, "Expert"), make("p", { class: "soft" }, hint));
+    place.replaceChildren(make("h3", "Expert"), make("p.soft", hint));
     return;
   }
   const { expert } = pane;
   const found = occurrences(pane.stack, layer, expert);
-  const heading = make("h3", {}, expertChip(layer, expert), ` ${layer.name}, expert ${expert + 1}`);
-  const name = models.length > 1 ? make("p", { class: "soft" }, pane.model.name) : null;
+  const heading = make("h3", expertChip(layer, expert), ` ${layer.name}, expert ${expert + 1}`);
+  const name = models.length > 1 ? make("p.soft", pane.model.name) : null;
   place.replaceChildren(heading, ...[name, describeLoad(layer, expert)].filter(Boolean));
 
   const preferred = preferredTokens(pane.stack, layer, found);
   if (preferred.length) {
-    place.append(make("h4", {}, "Tokens that it prefers"), listTokens(preferred));
+    place.append(make("h4", "Tokens that it prefers"), listTokens(preferred));
   }
   place.append(
-    make("h4", {}, "Its texts"),
-    make("p", { class: "soft", id: "texts-count" }),
+    make("h4", "Its texts"),
+    make("p.soft", { id: "texts-count" }),
     make("ol", { id: "texts" }),
   );
-  place.append(make("p", {}, make("button", { type: "button", id: "more-texts" }, "Show more")));
+  place.append(make("p", make("button", { type: "button", id: "more-texts" }, "Show more")));
   listTexts(pane, found);
 }
 
@@ -150,7 +149,7 @@ function describeLoad(layer, expert) {
       ? `${formatPercent(refused / asked)} of its ${plural(asked, "request")} refused`
       : "no request refused",
   );
-  return make("p", {}, `${parts.join("; ")}.`);
+  return make("p", `${parts.join("; ")}.`);
 }
 
 /** Returns the tokens shown anywhere whose first choice is an expert. */
@@ -191,11 +190,11 @@ function preferredTokens(stack, layer, found) {
 
 function listTokens(rows) {
   const items = rows.map((row) => {
-    const counts = make("small", {}, ` ${formatCount(row.count)} of ${formatCount(row.seen)}`);
+    const counts = make("small", ` ${formatCount(row.count)} of ${formatCount(row.seen)}`);
     const title = `${row.count} of its ${row.seen} occurrences in the text shown; lift ${row.lift.toFixed(1)}`;
-    return make("li", { title }, make("code", {}, row.text.trim()), counts);
+    return make("li", { title }, make("code", row.text.trim()), counts);
   });
-  return make("ul", { class: "preferred" }, ...items);
+  return make("ul.preferred", ...items);
 }
 
 /** Lists texts evenly over all that there are; each further batch lies between the earlier ones. */
@@ -243,14 +242,14 @@ function textItem(pane, token) {
     before += " ";
   }
   const button = make(
-    "button",
-    { type: "button", class: "text", dir: "auto", on: { click: () => goTo(pane, example, token) } },
+    "button.text",
+    { type: "button", dir: "auto", on: { click: () => goTo(pane, example, token) } },
     before,
-    make("mark", {}, text.trim()),
+    make("mark", text.trim()),
     after,
-    make("small", {}, ` · example ${example + 1}`),
+    make("small", ` · example ${example + 1}`),
   );
-  return make("li", {}, button);
+  return make("li", button);
 }
 
 /** Leads to a token: its example, and the focus on it. */

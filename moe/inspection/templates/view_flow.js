@@ -63,9 +63,8 @@ function flowFigure(model, stackName, stackFlows, room) {
   image.setAttribute("aria-label", `Flow of tokens through the layers of the ${name}`);
   return make(
     "figure",
-    {},
-    make("figcaption", {}, make("strong", {}, name)),
-    make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": name }, image),
+    make("figcaption", make("strong", name)),
+    scrollable(name, image),
     ...followingSentences(model, layers, stackFlows),
     flowNumbers(layers, stackFlows),
   );
@@ -204,7 +203,7 @@ function followingSentences(model, layers, stackFlows) {
       return `${formatPercent(share)} go on to expert ${target + 1} (${times})`;
     });
     const start = `Of the tokens of ${layer.name}, expert ${expert + 1}, in ${next.name}`;
-    sentences.push(make("p", {}, `${start}: ${parts.join(", ")}.`));
+    sentences.push(make("p", `${start}: ${parts.join(", ")}.`));
   });
   return sentences;
 }
@@ -225,6 +224,6 @@ function flowNumbers(layers, stackFlows) {
     .slice(0, LISTED_BANDS)
     .map((band) => [band.from, band.to, formatCount(band.count), formatPercent(band.share)]);
   const header = ["from expert", "to expert", "tokens", "of the first's tokens"];
-  const summary = make("summary", {}, `The ${rows.length} widest bands as numbers`);
-  return make("details", {}, summary, makeTable(header, rows, [2, 3]));
+  const summary = make("summary", `The ${rows.length} widest bands as numbers`);
+  return make("details", summary, makeTable(header, rows, [2, 3]));
 }

@@ -32,15 +32,15 @@ function buildClasses() {
     select.append(make("option", { value: i }, layerOfKey(table.key).name)),
   );
   const all = make("input", { type: "checkbox", on: { change: () => show() } });
-  const allLabel = make("label", { class: "control" }, all, " all experts");
-  const result = make("div", {});
+  const allLabel = make("label.control", all, " all experts");
+  const result = make("div");
   const show = () => {
     const table = content.classes[Number(select.value)];
     allLabel.hidden = layerOfKey(table.key).num_experts <= COLUMNS_AT_ONCE;
     result.replaceChildren(classTable(table, all.checked));
   };
-  const choice = make("label", { class: "control" }, "Layer ", select);
-  place.append(make("div", { class: "controls" }, choice, allLabel), result, liftScale());
+  const choice = make("label.control", "Layer ", select);
+  place.append(make("div.controls", choice, allLabel), result, liftScale());
   show();
 }
 
@@ -59,50 +59,34 @@ function classColumns(table, showAll) {
 function classTable(table, showAll) {
   const layer = layerOfKey(table.key);
   const columns = classColumns(table, showAll);
-  const hasEntropy = table.rows.some((row) => row.entropy);
   const head = make(
     "tr",
-    {},
     make("th", { scope: "col" }, "class"),
-    make("th", { scope: "col", class: "number" }, "tokens"),
+    make("th.number", { scope: "col" }, "tokens"),
   );
   for (const expert of columns) {
     const button = expertButton(layer, expert);
-    head.append(make("th", { scope: "col", class: "cell" }, button));
+    head.append(make("th.cell", { scope: "col" }, button));
   }
-  if (hasEntropy) {
-    head.append(make("th", { scope: "col", class: "number" }, "entropy (nats)"));
-  }
+  head.append(make("th.number", { scope: "col" }, "entropy (nats)"));
 
-  const body = make("tbody", {});
+  const body = make("tbody");
   for (const row of table.rows) {
     const line = make(
       "tr",
-      {},
       make("th", { scope: "row" }, row.name),
-      make("td", { class: "number" }, formatCount(row.num_tokens)),
+      make("td.number", formatCount(row.num_tokens)),
     );
     columns.forEach((expert) => line.append(classCell(row, expert)));
-    if (hasEntropy) {
-      line.append(make("td", { class: "number" }, row.entropy ? formatEstimate(row.entropy) : "–"));
-    }
+    line.append(make("td.number", row.entropy ? formatEstimate(row.entropy) : "–"));
     body.append(line);
   }
-  const grid = make("table", { class: "classes" }, make("thead", {}, head), body);
+  const grid = make("table.classes", make("thead", head), body);
   const left = layer.num_experts - columns.length;
   const rest = left
-    ? make("p", { class: "soft" }, `${left} experts without more significant cells are left out.`)
+    ? make("p.soft", `${left} experts without more significant cells are left out.`)
     : null;
-  return make(
-    "div",
-    {},
-    make(
-      "div",
-      { class: "scroll", tabindex: "0", role: "group", "aria-label": "Class by expert" },
-      grid,
-    ),
-    rest ?? "",
-  );
+  return make("div", scrollable("Class by expert", grid), rest);
 }
 
 function formatEstimate(estimate) {
@@ -117,8 +101,8 @@ function classCell(row, expert) {
   const share = formatPercent(row.shares[expert]);
   const facts = [`${share} of its tokens`, `lift ${formatNumber(lift)}`, `p ${formatP(p)}`];
   const title = `${row.name}, expert ${expert + 1}: ${facts.join(", ")}`;
-  const marks = make("span", { class: "dots" }, "•".repeat(dots.length));
-  const cell = make("td", { class: "cell", title }, share, marks);
+  const marks = make("span.dots", "•".repeat(dots.length));
+  const cell = make("td.cell", { title }, share, marks);
   if (isSignificant) {
     paintLift(cell, lift);
   }
@@ -140,9 +124,9 @@ function paintLift(element, lift) {
 }
 
 function liftScale() {
-  const scale = make("p", { class: "scale" }, make("span", { class: "soft" }, "lift "));
+  const scale = make("p.scale", make("span.soft", "lift "));
   for (const lift of [0.25, 0.5, 1, 2, 4]) {
-    const sample = make("span", { class: "cell sample" }, `${lift} ×`);
+    const sample = make("span.cell.sample", `${lift} ×`);
     if (lift !== 1) {
       paintLift(sample, lift);
     }
@@ -165,7 +149,7 @@ function buildAblation() {
     .filter((value) => value !== null);
   const low = Math.min(0, ...known);
   const high = Math.max(0, ...known);
-  const list = make("ol", { class: "bars" });
+  const list = make("ol.bars");
   const button = make("button", { type: "button" });
   const show = (number) => {
     bars
@@ -175,7 +159,7 @@ function buildAblation() {
     button.textContent = `Show all ${bars.length}`;
   };
   button.addEventListener("click", () => show(bars.length));
-  place.append(list, make("p", {}, button));
+  place.append(list, make("p", button));
   show(BARS_AT_ONCE);
 }
 
@@ -184,7 +168,7 @@ function ablationBar(bar, low, high) {
   const at = (value) => `${(100 * (value - low)) / (high - low || 1)}%`;
   const edit = bar.edit ? ` · ${bar.edit}` : "";
   const name = expertButton(layer, bar.expert, ` ${layer.name}, expert ${bar.expert + 1}${edit}`);
-  const image = draw("svg", { class: "effect", height: 22, width: "100%", "aria-hidden": "true" });
+  const image = draw("svg.effect", { height: 22, width: "100%", "aria-hidden": "true" });
   if (bar.effect !== null) {
     const left = Math.min(0, bar.effect);
     const width = `${(100 * Math.abs(bar.effect)) / (high - low || 1)}%`;
@@ -198,27 +182,24 @@ function ablationBar(bar, low, high) {
       }),
     );
   }
-  image.append(draw("line", { class: "zero", x1: at(0), x2: at(0), y1: 0, y2: 22 }));
+  image.append(draw("line.zero", { x1: at(0), x2: at(0), y1: 0, y2: 22 }));
   if (bar.low !== null && bar.high !== null) {
-    image.append(
-      draw("line", { class: "whisker", x1: at(bar.low), x2: at(bar.high), y1: 11, y2: 11 }),
-    );
+    image.append(draw("line.whisker", { x1: at(bar.low), x2: at(bar.high), y1: 11, y2: 11 }));
     [bar.low, bar.high].forEach((end) =>
-      image.append(draw("line", { class: "whisker", x1: at(end), x2: at(end), y1: 6, y2: 16 })),
+      image.append(draw("line.whisker", { x1: at(end), x2: at(end), y1: 6, y2: 16 })),
     );
   }
   const sign = (value) =>
     value === null ? "–" : `${value > 0 ? "+" : ""}${formatNumber(value, 4)}`;
   const numbers = make(
-    "span",
-    { class: "numbers" },
+    "span.numbers",
     `${sign(bar.effect)} (${sign(bar.low)} to ${sign(bar.high)})`,
   );
-  const row = make("li", {}, name, image, numbers, make("span", { class: "verdict" }, bar.verdict));
+  const row = make("li", name, image, numbers, make("span.verdict", bar.verdict));
   if (bar.lost) {
-    const answers = bar.answers.map((text) => make("li", {}, text));
-    const summary = make("summary", {}, `${formatCount(bar.lost)} right answers are lost, such as`);
-    row.append(make("details", {}, summary, make("ul", {}, ...answers)));
+    const answers = bar.answers.map((text) => make("li", text));
+    const summary = make("summary", `${formatCount(bar.lost)} right answers are lost, such as`);
+    row.append(make("details", summary, make("ul", ...answers)));
   }
   return row;
 }

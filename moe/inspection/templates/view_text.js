@@ -47,11 +47,11 @@ function buildStacks() {
       panes.push(pane);
       columns.append(pane.element);
     }
-    const heading = make("h3", {}, STACK_TITLES[stack.name]);
+    const heading = make("h3", STACK_TITLES[stack.name]);
     place.append(
       make(
-        "section",
-        { class: "stack", id: `stack-${stack.name}` },
+        "section.stack",
+        { id: `stack-${stack.name}` },
         heading,
         buildSlider(stack.name),
         columns,
@@ -63,11 +63,7 @@ function buildStacks() {
 function buildSlider(stackName) {
   const number = numLayers(stackName);
   if (number === 0) {
-    return make(
-      "p",
-      { class: "soft" },
-      `The ${stackName} has no sparse layer, so its tokens have no expert.`,
-    );
+    return make("p.soft", `The ${stackName} has no sparse layer, so its tokens have no expert.`);
   }
   const input = make("input", {
     type: "range",
@@ -79,25 +75,14 @@ function buildSlider(stackName) {
     on: { input: () => showLayer(stackName, Number(input.value) - 1) },
   });
   const output = make("output", { for: input.id, id: `layer-${stackName}-name` });
-  return make(
-    "div",
-    { class: "slider" },
-    make("label", { for: input.id }, "Sparse layer"),
-    input,
-    output,
-  );
+  return make("div.slider", make("label", { for: input.id }, "Sparse layer"), input, output);
 }
 
 function buildPane(stack, model) {
   const pane = { stack, model, expert: null, spans: [], first: 0 };
   const name = models.length > 1 ? `${stack.name}, ${model.name}` : stack.name;
-  pane.legend = make("div", {
-    class: "experts",
-    role: "toolbar",
-    "aria-label": `Experts of the ${name}`,
-  });
-  pane.text = make("div", {
-    class: "tokens",
+  pane.legend = make("div.experts", { role: "toolbar", "aria-label": `Experts of the ${name}` });
+  pane.text = make("div.tokens", {
     role: "group",
     "aria-label": `Tokens of the ${name}`,
     "aria-describedby": "token",
@@ -109,9 +94,9 @@ function buildPane(stack, model) {
       keydown: (event) => onTextKey(event, pane),
     },
   });
-  pane.more = make("p", { class: "more" });
-  const title = models.length > 1 ? make("h4", {}, model.name) : null;
-  pane.element = make("div", { class: "pane" }, title, pane.legend, pane.text, pane.more);
+  pane.more = make("p.more");
+  const title = models.length > 1 ? make("h4", model.name) : null;
+  pane.element = make("div.pane", title, pane.legend, pane.text, pane.more);
   return pane;
 }
 
@@ -137,13 +122,12 @@ function buildLegend(pane) {
   const largest = Math.max(...layer.load) || 1;
   for (const expert of order) {
     const share = layer.load[expert] / total;
-    const bar = make("span", { class: "bar", "aria-hidden": "true" }, make("span", {}));
+    const bar = make("span.bar", { "aria-hidden": "true" }, make("span"));
     bar.firstChild.style.width = `${(100 * layer.load[expert]) / largest}%`;
     const button = make(
-      "button",
+      "button.expert",
       {
         type: "button",
-        class: "expert",
         tabindex: "-1",
         data: { hue: hueOf(layer, expert), expert: String(expert) },
         "aria-pressed": "false",
@@ -179,7 +163,7 @@ function buildExpertInput(pane, layer) {
   });
   pane.input = input;
   const range = ` of ${layer.num_experts}; the ${BUSIEST_BUTTONS} busiest: `;
-  return make("label", { class: "expert-number" }, "Expert ", input, range);
+  return make("label.expert-number", "Expert ", input, range);
 }
 
 /** Moves the focus among buttons of which one can be reached by Tab. */
@@ -267,8 +251,8 @@ function fillText(pane) {
       fragment.append(" ");
     }
     const span = make(
-      "span",
-      { class: "token", data: { token: String(token) } },
+      "span.token",
+      { data: { token: String(token) } },
       beginsWord ? text.slice(1) : text,
     );
     if (isColoured) {
