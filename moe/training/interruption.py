@@ -32,43 +32,31 @@ def stop_requests() -> Iterator[Callable[[], int | None]]:
     at once; in a notebook or at a prompt, Ctrl-C raises a KeyboardInterrupt instead. Signals that
     were ignored before, as under `nohup`, stay ignored.
     """
-    request = _StopRequest()
+    received: int | None = None
 
-    # Only the main thread may handle signals.
-    if threading.current_thread() is not threading.main_thread():
-        yield request.received_by_any_rank
-        return
-
-    with ExitStack() as handlers:
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                previous = signal.signal(number, request.receive)
-                handlers.callback(signal.signal, number, previous)
-        yield request.received_by_any_rank
-
-
-class _StopRequest:
-    """Remembers the first signal."""
-
-    def __init__(self) -> None:
-        self._received: int | None = None
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal."""
-        if self._received is not None:
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        if received is not None:
             _act_at_once(number)
-        self._received = number
+        received = number
 
         # print() is not safe here: the signal may have come in the middle of another print().
         os.write(2, _MESSAGE)
 
-    def received_by_any_rank(self) -> int | None:
-        """Returns the number of the signal; the largest if ranks have received several."""
+    def received_by_any_rank() -> int | None:
         if not has_ranks():
-            return self._received
-        number = torch.tensor(self._received or 0)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+            return received
+        number = torch.tensor(received or 0)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)  # the largest if ranks have received several
         return int(number) or None
+
+    with ExitStack() as handlers:
+        # Only the main thread may handle signals.
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    handlers.callback(signal.signal, number, signal.signal(number, receive))
+        yield received_by_any_rank
 
 
 def _act_at_once(number: int) -> None:

@@ -21,6 +21,7 @@ from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import Mesh
 from moe.errors import DataError
 from moe.files import write_text
+from moe.json_lines import JsonLines
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.parsing import read_text
 
@@ -177,7 +178,10 @@ def dev_scorer(
 
         def write() -> None:
             write_text(answers_folder.parent / PAIRS_FILE, _pairs_text(pairs))
-            _write_answers(answers_folder / ANSWERS_FILE, pairs, answers)
+            records = []
+            for pair, answer in zip(pairs, answers, strict=True):
+                records.append({"inputs": pair.inputs, "targets": pair.targets, "answer": answer})
+            JsonLines(answers_folder / ANSWERS_FILE, records)
 
         broadcast_from_rank_zero(write)
         return {**scores, "mean": next(iter(scores.values()))}
@@ -243,11 +247,3 @@ def _generate(
         for number, answer in zip(numbers, decoded, strict=True):
             answers[number] = answer
     return broadcast_from_rank_zero(lambda: answers)
-
-
-def _write_answers(path: Path, pairs: Sequence[Pair], answers: Sequence[str]) -> None:
-    lines = []
-    for pair, answer in zip(pairs, answers, strict=True):
-        record = {"inputs": pair.inputs, "targets": pair.targets, "answer": answer}
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    write_text(path, "".join(lines))

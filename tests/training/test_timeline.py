@@ -49,8 +49,8 @@ TIMELINES = {
         [*KILLED, start(40.0, step=7), steps(46.0, 10, 3, 6.0)],
         {"useful": 20.0, "redone": 6.0, "down": 20.0},
     ),
-    "killed without a checkpoint, twice": (
-        [*KILLED, start(21.0), steps(23.0, 2, 2, 2.0), start(24.0)],
+    "killed again without a checkpoint": (
+        [*KILLED, start(21.0, step=7), steps(23.0, 9, 2, 2.0), start(24.0)],
         {"redone": 22.0, "down": 2.0},
     ),
     "a process starts before the last one has gone": (
