@@ -2,12 +2,23 @@
 
 import atexit
 import time
+from contextlib import closing
 
 import pytest
+import torch
 
 from moe import DataError
 from moe.commands import goodput as command
 from moe.commands import pretrain
+from moe.optim.adafactor import Adafactor
+from moe.optim.parameter_groups import parameter_groups
+from moe.parsing import read_json_lines
+from moe.training.build import BuiltModel
+from moe.training.metrics import METRICS_FILE, MetricsWriter
+from moe.training.recipe import Recipe, TrainingRecipe
+from moe.training.reporter import Reporter
+from moe.training.run import Run
+from moe.training.step import train_step
 from moe.training.timeline import (
     TIMELINE_FILE,
     Timeline,
@@ -15,6 +26,7 @@ from moe.training.timeline import (
     measure_goodput,
     read_timeline,
 )
+from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_run import pretrain_arguments, write_inputs
 
 
@@ -127,6 +139,25 @@ def test_a_timeline_grows_over_the_processes_of_a_run_and_outlives_torn_lines(tm
     assert f"{tmp_path}: 3 steps in" in text
     assert "started 2 times" in text and "goodput " in text and "evaluating" in text
     assert "A step waited for its batch in 23.7% of its time." in text  # 1.125 of 4.75
+
+
+def test_a_line_counts_the_steps_since_the_last_one_and_their_seconds_alone(tmp_path):
+    recipe = Recipe(training=TrainingRecipe(batch_size=4, steps=4, log_every=2))
+    model = tiny_model()
+    metrics = train_step(model, Adafactor(parameter_groups(model)), recipe, tiny_batch(), 0)
+    metrics = metrics._replace(tokens=torch.tensor(6))
+    with closing(MetricsWriter(tmp_path, 0)) as writer:
+        run = Run(tmp_path, recipe, BuiltModel(model, {}, None), None, None, None)
+        reporter = Reporter(run, writer, "train", 0)
+        for step in range(1, 5):
+            reporter.report_step(step, metrics, seconds=step, data_wait=step / 4)
+
+    lines = [event[3:6] for event in read_timeline(tmp_path) if event.event == "steps"]
+    assert lines == [(2, 1 + 2, 0.75), (2, 3 + 4, 1.75)]
+    speeds = [
+        line["train/tokens_per_second"] for _, line in read_json_lines(tmp_path / METRICS_FILE)
+    ]
+    assert speeds == [12 / 3, 12 / 7]
 
 
 def test_ranks_that_do_not_write_write_nothing(tmp_path, monkeypatch):
