@@ -24,13 +24,11 @@ from tests.distributed.stages import Stage, adafactor
 
 MESHES = {"ep 2": (1, 1, 2, 1), "dp_shard 2": (1, 2, 1, 1), "tp 2": (1, 1, 1, 2)}
 CASES = [
-    ("ep 2", "moe", True, None),
     ("ep 2", "moe", True, 2),
     ("ep 2", "non_moe", False, None),
     ("dp_shard 2", "ffn", True, 2),
     ("dp_shard 2", "attention", False, None),
     ("tp 2", "all", True, None),
-    ("tp 2", "ffn", False, None),
     ("tp 2", "router_frozen", True, None),
 ]
 """Mesh, subset, whether slots are kept, and rows of a micro-batch: each subset on one mesh."""

@@ -31,10 +31,8 @@ FORMS = {
     "static": {"dispatch": "static"},
     "no expert drops": {"capacity_factor": None},
     "ReLU, tied head": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
-    "dense": {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0},
     "expert choice": {"router": "expert_choice", "router_options": {}}
     | {"decoder_router": "token_choice"},
-    "fewer experts in the decoder": {"decoder_experts": [3]},
     "dropout": {"dropout_rate": 0.1, "expert_dropout_rate": 0.4},
 }
 

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import time
 from functools import partial
 
 import pytest
@@ -180,31 +179,11 @@ def test_a_run_says_at_its_end_how_good_it_is_and_what_batches_and_evaluations_t
     assert sum(goodput.seconds.values()) == pytest.approx(goodput.total)
 
 
-def test_a_second_signal_ends_a_run_at_once_and_leaves_a_folder_that_goes_on(
-    inputs, unstopped, tmp_path
-):
-    out = tmp_path / "run"
-    run = Command("stmoe", ["pretrain", *arguments(inputs, out)])
-    run.wait_for(lambda: last_step(out) >= 3)
-    run.send_signal(signal.SIGINT)
-    run.send_signal(signal.SIGINT)
-    # Both may arrive as one.
-    assert run.finish().returncode in (-signal.SIGINT, 128 + signal.SIGINT)
-
-    here(inputs, out, "--resume")
-    assert losses(out) == losses(unstopped)
-
-
 def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(
     inputs, unstopped, tmp_path, capsys
 ):
     out = tmp_path / "run"
-    begun = time.monotonic()
-    for is_reached in (
-        lambda: time.monotonic() > begun + 0.02,  # while it starts
-        lambda: (out / ".stmoe-folder").exists(),
-        lambda: last_step(out) >= 2,
-    ):
+    for is_reached in (lambda: (out / ".stmoe-folder").exists(), lambda: last_step(out) >= 2):
         ended = stop_when(is_reached, signal.SIGKILL, inputs, out, "--resume")
         assert ended.returncode == -signal.SIGKILL, "the run ended before it could be killed"
         assert not list(out.glob("checkpoints/step_*"))
@@ -291,23 +270,18 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(inputs, without_model
         here(inputs, without_model, "--resume")
 
 
-def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_path):
+def test_a_run_a_model_and_a_job_are_not_mixed(inputs, unstopped, tmp_path):
     shutil.copytree(unstopped / "model", tmp_path / "model")
     claim_job(tmp_path / "job")
-    before = content_of(tmp_path)
+    before = content_of(tmp_path), content_of(unstopped)
     for kind in ("model", "job"):
         with pytest.raises(DataError, match=f"{kind} holds a {kind}, and a training run would be"):
             here(inputs, tmp_path / kind, "--resume")
-    assert content_of(tmp_path) == before
-
-
-def test_a_job_is_not_mixed_with_a_run(unstopped):
-    before = content_of(unstopped)
     options = ["--out", str(unstopped), "--resume"]
     for begin in (lambda: claim_job(unstopped), lambda: demo.main(options)):
         with pytest.raises(DataError, match="run holds a training run, and a job would be mixed"):
             begin()
-    assert content_of(unstopped) == before
+    assert (content_of(tmp_path), content_of(unstopped)) == before
 
 
 def test_a_complete_run_is_kept_and_a_second_one_is_not_begun(inputs, unstopped, capsys):
