@@ -16,24 +16,9 @@ OFFLINE = [name for name in TASKS.names() if isinstance(TASKS.get(name).source, 
 ON_THE_HUB = [name for name in TASKS.names() if isinstance(TASKS.get(name).source, HubData)]
 
 
-def folder_of(task: Task) -> Path | None:
-    """Returns the argument `folder` with which a task finds its rows."""
-    if task.name in OFFLINE:
-        return None
-    home = FIXTURES / (task.variant_of or task.name)
-    missing = [
-        f"{split}.jsonl" for split in task.source.splits if not (home / f"{split}.jsonl").is_file()
-    ]
-    assert not missing, (
-        f"The task {task.name} has no fixture {home}/{missing[0]}. Write three to five rows of your own for it in the "
-        "schema of the dataset: eval/stmoe_eval/tasks/__init__.py says how."
-    )
-    return FIXTURES
-
-
 def examples_of(task: Task, split: str) -> list[Example]:
     """Returns the examples of a split."""
-    return task.examples(split, folder_of(task))
+    return task.examples(split, None if task.name in OFFLINE else FIXTURES)
 
 
 def fixture_rows(path: Path) -> list[dict[str, Any]]:

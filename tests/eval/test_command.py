@@ -11,24 +11,14 @@ from moe.cli import run_main
 from moe.errors import DataError
 from moe.files import KIND_FILE
 from stmoe_eval.task import TASKS
-from tests.eval.conftest import THINGS
+from tests.eval.test_pairs import PAIRS, write
 from tests.models.tiny import tiny_model
 from tests.processes import start_torchrun
 
 
-def write_pairs(path, numbers):
-    """Writes a pair for each thing and number, whose words tell its colour."""
-    pairs = []
-    for number in numbers:
-        for thing, colour in THINGS.items():
-            pairs.append({"inputs": f"name {'the ' * number}{thing}", "targets": colour})
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return path
-
-
 @pytest.fixture
 def pairs(tmp_path):
-    return write_pairs(tmp_path / "pairs.jsonl", range(5))
+    return write(tmp_path / "pairs.jsonl", PAIRS)
 
 
 def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
@@ -36,7 +26,8 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
 ):
     run = tmp_path / "run"
     models = ["--model", f"ours={folders['moe']}", "--also", f"t5={folders['t5']}"]
-    data = ["--pairs", pairs, "--train-pairs", write_pairs(tmp_path / "train.jsonl", range(5, 9))]
+    train = [{**pair, "inputs": f"{pair['inputs']} the"} for pair in PAIRS]
+    data = ["--pairs", pairs, "--train-pairs", write(tmp_path / "train.jsonl", train)]
     stmoe.main(["eval", "run", *models, *map(str, data), "--limit", "19", "--out", str(run)])
     printed = capsys.readouterr().out
     report = json.loads((run / "report.json").read_text())

@@ -46,16 +46,6 @@ def log_probability(system, inputs, labels) -> float:
     return logits.log_softmax(-1).gather(-1, labels[0, :, None]).sum().item()
 
 
-@pytest.mark.parametrize("name", ["t5", "moe"])
-def test_generation_does_not_depend_on_batch_mates(folders, task, tmp_path, name):
-    system, requests = load_seq2seq(folders[name]), requests_of(task)
-    together = predict(system, task, requests, "generate", tmp_path / "a.jsonl").predictions
-    for number, request in list(enumerate(requests))[::7]:
-        path = tmp_path / f"{number}.jsonl"
-        (alone,) = predict(system, task, [request], "generate", path).predictions
-        assert alone.output == together[number].output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(

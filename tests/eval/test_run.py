@@ -44,8 +44,6 @@ def test_the_superglue_average_is_that_of_its_eight_tasks(folders, tmp_path):
         parts.append(sum(values) / len(values))
     assert average.value == pytest.approx(sum(parts) / 8)
     assert average.low <= average.value <= average.high
-    modes = {system.mode for system in report.tasks[0].systems}
-    assert modes == {"generate", "rank", "baseline"}
     assert "superglue" in (tmp_path / "report.html").read_text()
     scores = read_tasks(SUPERGLUE, str(FIXTURES)).scores(None, SINGLE_PROCESS)
     assert scores is not None
@@ -93,15 +91,12 @@ def test_the_report_says_what_was_run_on_what(folders, tmp_path):
     (task,) = report.tasks
     assert task.data.folder == str(FIXTURES / "boolq")
     assert task.data.repository == "aps/super_glue"
-    assert (task.num_expected, task.num_examples) == (3270, 3)
-    assert (task.limit, task.data.split) == (3, "validation")
+    assert (task.num_expected, task.num_examples, task.limit) == (3270, 3, 3)
     largest = next(one for one in task.published if one.system == "ST-MoE-32B")
     assert (largest.value, largest.split, largest.own_metric) == (92.4, "test", "accuracy")
     assert any("not from the hub" in note for note in task.notes)
     assert to_json(report.settings.scoring) == {"include_eos": False, "normalize": "tokens"}
-    assert report.versions["torch"]
     assert report.models["ours"].parameters == load_seq2seq(folders["moe"]).model.num_parameters()
-    assert set(task.systems[0].router) == {"encoder", "decoder"}
 
 
 def test_the_report_says_which_checkpoint_of_its_run_a_model_is(folders, tmp_path):

@@ -13,8 +13,6 @@ import huggingface_hub.constants
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moe import DataError
 from stmoe_eval.scores.metrics import ACCURACY
@@ -187,36 +185,15 @@ def test_a_value_of_another_kind_is_named_with_its_place(tmp_path, change, noun)
 def test_a_parquet_file_of_other_types_is_one_message(tmp_path):
     table = pyarrow.Table.from_pylist(WANTED)
     raw = pyarrow.array([b"\xff"] * 5)
-    no_text = raw.cast(pyarrow.string(), safe=False)
-    missing = pyarrow.array([None] * 5, pyarrow.int64())
     for column, values, message in (
         ("premise", raw, r"row 1: premise is b'\\xff'"),
-        ("premise", no_text, "cannot be read as Parquet: 'utf-8'"),
-        ("idx", missing, "row 1: idx is None"),
+        ("premise", raw.cast(pyarrow.string(), safe=False), "cannot be read as Parquet: 'utf-8'"),
         ("label", pyarrow.array([1.0] * 5), "row 1: label is 1.0"),
     ):
         changed = table.set_column(table.column_names.index(column), column, values)
         pyarrow.parquet.write_table(changed, tmp_path / "validation.parquet")
         with pytest.raises(DataError, match=message):
             read(tmp_path)
-    doubled = table.append_column("idx", table["idx"])
-    pyarrow.parquet.write_table(doubled, tmp_path / "validation.parquet")
-    with pytest.raises(DataError, match="repeats the column 'idx'"):
-        read(tmp_path)
-
-
-@settings(max_examples=30)
-@given(st.data())
-def test_a_parquet_file_with_any_byte_changed_is_rows_or_one_message(tmp_path_factory, data):
-    file = tmp_path_factory.mktemp("mutated") / "validation.parquet"
-    write_parquet(file, ROWS)
-    content = bytearray(file.read_bytes())
-    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    file.write_bytes(bytes(content))
-    try:
-        read(file.parent)
-    except DataError as error:
-        assert "validation.parquet" in str(error)
 
 
 def test_a_folder_without_readable_rows_is_one_message(tmp_path):

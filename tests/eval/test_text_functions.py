@@ -29,7 +29,6 @@ TWO = ["entailment", "not_entailment"]
     ("name", "fields", "inputs", "targets"),
     [
         ("cola", "sentence", "cola sentence: 0", ["unacceptable", "acceptable"]),
-        ("sst2", "sentence", "sst2 sentence: 0", ["negative", "positive"]),
         (
             "mrpc",
             "sentence1 sentence2",
@@ -45,9 +44,7 @@ TWO = ["entailment", "not_entailment"]
         ("mnli_matched", "premise hypothesis", "mnli hypothesis: 1 premise: 0", NLI),
         ("ax", "premise hypothesis", "mnli hypothesis: 1 premise: 0", NLI),
         ("qnli", "question sentence", "qnli question: 0 sentence: 1", TWO),
-        ("rte", "premise hypothesis", "rte hypothesis: 1 premise: 0", TWO),
         ("wnli", "sentence1 sentence2", "wnli sentence1: 0 sentence2: 1", TWO[::-1]),
-        ("axb", "sentence1 sentence2", "rte hypothesis: 1 premise: 0", TWO),
     ],
 )
 def test_every_task_has_its_prompt_and_its_own_order_of_labels(name, fields, inputs, targets):
