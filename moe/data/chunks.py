@@ -55,15 +55,12 @@ class WholeText:
 
     Attributes:
         tokens: <int32>[N] without special tokens.
+        fingerprint: The tokens themselves, to be hashed.
     """
 
     def __init__(self, tokens: NDArray[np.int32]) -> None:
         self.tokens = tokens
-
-    @property
-    def fingerprint(self) -> memoryview:
-        """The tokens themselves, to be hashed."""
-        return np.ascontiguousarray(self.tokens).data
+        self.fingerprint = np.ascontiguousarray(tokens).data
 
     def chunks(self, length: int, seed: int) -> Chunks:
         """Returns its chunks of C = `length` tokens; each epoch has each of them once.
@@ -104,12 +101,8 @@ class MixedText:
         """
         self._texts = texts
         self._shares = {str(index): rate / sum(rates) for index, rate in enumerate(rates)}
-
-    @property
-    def fingerprint(self) -> bytes:
-        """Hashes of the texts, and their shares."""
-        digests = [hashlib.sha256(text.fingerprint).digest() for text in self._texts]
-        return b"".join(digests) + repr(self._shares).encode()
+        digests = [hashlib.sha256(text.fingerprint).digest() for text in texts]
+        self.fingerprint = b"".join(digests) + repr(self._shares).encode()
 
     def chunks(self, length: int, seed: int) -> Chunks:
         """Returns the chunks of C = `length` tokens of all texts."""

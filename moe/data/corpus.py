@@ -200,4 +200,5 @@ def corpus_rows(corpus: Corpus) -> list[list[str | int]]:
             counts[package, licence][number::2] += (1, len(text))
 
     rows = [[*origin, *counts[origin].tolist()] for origin in sorted(counts)]
-    return [*rows, ["total", "", *sum(counts.values()).tolist()]]
+    totals = np.sum(list(counts.values()), axis=0)
+    return [*rows, ["total", "", *totals.tolist()]]

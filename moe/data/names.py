@@ -72,7 +72,7 @@ FAMILIES = {
 }
 """Languages by family, as neighbours in tables and pictures; of Indo-European and Afroasiatic, by branch."""
 
-_OTHER = "Other"  # family of what a later CLDR adds
+_FAMILY_OF = {code: family for family, codes in FAMILIES.items() for code in codes.split()}
 _UNNAMED = {"lld": "Ladin"}  # languages without an English name in CLDR
 
 _KINDS = ("territories", "languages", "scripts", "currency_names")
@@ -195,19 +195,13 @@ def read_names(languages: Sequence[str] | None = None, split: str | None = None)
 
 def family_of(language: str) -> str:
     """Returns the family of a language, one of FAMILIES, or `Other`."""
-    return _families().get(language, _OTHER)
+    return _FAMILY_OF.get(language, "Other")  # what a later CLDR adds
 
 
 def by_family(languages: Iterable[str]) -> list[str]:
     """Returns languages in the order of FAMILIES; others come last."""
-    order = {language: place for place, language in enumerate(_families())}
+    order = {language: place for place, language in enumerate(_FAMILY_OF)}
     return sorted(languages, key=lambda language: order.get(language, len(order)))
-
-
-@cache
-def _families() -> dict[str, str]:
-    """Returns the family of each language, in the order of FAMILIES."""
-    return {code: family for family, codes in FAMILIES.items() for code in codes.split()}
 
 
 def english_name(language: str) -> str:
@@ -228,7 +222,7 @@ def describe_languages(codes: Iterable[str]) -> dict[str, dict[str, str]]:
     Empty where a code is not one of these languages, and without Babel, which has their names.
     """
     codes = set(codes)
-    if find_spec("babel") is None or not codes <= _families().keys():
+    if find_spec("babel") is None or not codes <= _FAMILY_OF.keys():
         return {}
     return {code: describe_language(code) for code in by_family(codes)}
 

@@ -59,7 +59,12 @@ class BatchSource(Protocol):
 
 
 class SpanCorruptionSource:
-    """Pre-training batches: chunks of a long text, reshuffled and corrupted differently in each epoch."""
+    """Pre-training batches: chunks of a long text, reshuffled and corrupted differently in each epoch.
+
+    Attributes:
+        tokens_per_example: Tokens of a chunk.
+        num_examples: Chunks of an epoch; None for a stream.
+    """
 
     def __init__(
         self,
@@ -98,14 +103,10 @@ class SpanCorruptionSource:
         self.lengths = corrupted_lengths(self.tokens_per_example, noise)
         self._text = text
         self._chunks = text.chunks(self.tokens_per_example, seed)
+        self.num_examples = self._chunks.num_examples
 
         settings = (inputs_length, batch_size, seed, *noise, *ids)
         self.fingerprint = fingerprint(text.fingerprint, repr(settings).encode())
-
-    @property
-    def num_examples(self) -> int | None:
-        """Chunks of an epoch; None for a stream."""
-        return self._chunks.num_examples
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; all rows have full length."""
@@ -270,7 +271,12 @@ class RowSource(ABC):
 
 
 class PairSource(RowSource):
-    """Fine-tuning batches of pairs in memory."""
+    """Fine-tuning batches of pairs in memory.
+
+    Attributes:
+        num_examples: Pairs.
+        num_rows: Rows of an epoch; fewer than the examples when packed.
+    """
 
     def __init__(
         self,
@@ -307,12 +313,8 @@ class PairSource(RowSource):
         packing_order = epoch_order(self.seed, -1, len(pairs))
         examples = [examples[index] for index in packing_order]
         self._rows = example_rows(examples, self.lengths)
+        self.num_rows = len(self._rows)
         self.fingerprint = fingerprint(examples_fingerprint(examples), repr(self.settings).encode())
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of an epoch; less than the examples when packed."""
-        return len(self._rows)
 
     def row(self, position: int) -> list[Example]:
         """Returns the examples of the row at a position, counted over all epochs."""
