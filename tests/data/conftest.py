@@ -5,8 +5,9 @@ import email
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from moe.data.tokenizer import train_tokenizer
+from moe.data.tokenizer import load_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 607
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
@@ -33,3 +34,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, english: list[str
     folder = tmp_path_factory.mktemp("vocabulary") / "tokenizer"
     train_tokenizer(english, VOCAB_SIZE, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> PreTrainedTokenizerFast:
+    return load_tokenizer(tokenizer_folder)

@@ -10,9 +10,8 @@ import torch
 
 from moe.data.mixture import MixtureSource, choose_examples, format_choice
 from moe.data.pipeline import PairSource
-from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError, DataError
-from tests.data.test_pipeline import same
+from tests.data.test_pipeline import examples_of, same
 from tests.models.tiny import tiny_model
 
 SIZES = {"many": 211, "some": 53, "few": 7, "one": 1}
@@ -26,27 +25,9 @@ CAPPED = {"many": 101, "some": 53, "few": 7, "one": 1}  # with a maximum of 101
 WINDOW = 4096
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
-
-
 def mixture(tokenizer, tasks=TASKS, **changes) -> MixtureSource:
     settings = {"inputs_length": 61, "targets_length": 29, "batch_size": 8, "seed": 3}
     return MixtureSource(tasks, tokenizer, **{**settings, "maximum": 101, **changes})
-
-
-def examples_of(batch) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """Reads the tokens of the examples of each row back from their segments."""
-    rows = []
-    for row, segments in enumerate(batch["segment_ids"]):
-        examples = []
-        for number in range(1, int(segments.max()) + 1):
-            inputs = batch["input_ids"][row][segments == number]
-            targets = batch["labels"][row][batch["decoder_segment_ids"][row] == number]
-            examples.append((tuple(inputs.tolist()), tuple(targets.tolist())))
-        rows.append(examples)
-    return rows
 
 
 def task_of(tokenizer, example) -> str:

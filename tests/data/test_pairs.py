@@ -17,11 +17,6 @@ PAIRS = [(f"the header number {'and ' * (n % 5)}{n}", f"value {n}") for n in ran
 LENGTHS = (11, 7)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder in which few texts are kept, too."""
@@ -58,6 +53,13 @@ def test_the_next_run_reads_what_the_first_has_tokenized(tokenizer, folder, monk
     assert encode(tokenizer, folder, sentinels="one") == expected
     assert "inputs are longer than 11 tokens and are truncated" in caplog.text
     assert "damaged" not in caplog.text
+
+
+def test_texts_that_fill_their_row_are_whole_and_not_told_of(tokenizer, caplog):
+    whole = encode(tokenizer, lengths=(99, 99))
+    longest = [max(map(len, texts)) for texts in zip(*whole, strict=True)]
+    assert encode(tokenizer, lengths=tuple(longest)) == whole
+    assert "truncated" not in caplog.text
 
 
 def test_characters_that_the_vocabulary_lacks_are_told_of_in_every_run(tokenizer, folder, caplog):
@@ -98,7 +100,9 @@ def test_other_texts_lengths_sentinels_and_tokenizers_have_files_of_their_own(
     swapped = [(targets, inputs) for inputs, targets in PAIRS]
     joined = [("".join(inputs for inputs, _ in PAIRS), "".join(targets for _, targets in PAIRS))]
     marked = [("first <extra_id_7>", "second")]
-    cases = [{}, {"pairs": PAIRS[1:]}, {"pairs": swapped}, {"pairs": joined}, {"pairs": marked}]
+    changed = [(f"{inputs}a", f"{targets}a") for inputs, targets in PAIRS]
+    texts = [PAIRS, PAIRS[1:], swapped, joined, marked, changed]
+    cases = [{"pairs": pairs} for pairs in texts]
     cases += [{"lengths": (13, 5)}, {"sentinels": "one"}, {"pairs": marked, "tokenizer": other}]
     for number, case in enumerate(cases, start=1):
         settings = {"tokenizer": tokenizer, **case}

@@ -2,6 +2,8 @@
 another order.
 """
 
+from itertools import chain
+
 import datasets
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from moe.data.pipeline import PairSource, ShortExamplesFirst, SpanCorruptionSource, stack_rows
 from moe.data.span_corruption import Noise
-from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokenizer import SpecialIds
 from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, DataError
 from tests.data.test_span_corruption import splice
@@ -170,8 +172,7 @@ def test_a_rank_reads_the_texts_of_its_rows_alone(lengths):
     assert asked == ([2, 3, 4] if lengths else list(range(7)))
 
 
-def test_documents_are_joined_without_anything_between_them(tokenizer_folder, english):
-    tokenizer = load_tokenizer(tokenizer_folder)
+def test_documents_are_joined_without_anything_between_them(tokenizer, english):
     documents = [*english[:17], "this is </s> text and so is <extra_id_3>"]
     tokens = tokenize_corpus(datasets.Dataset.from_dict({"text": documents}), tokenizer)
     joined = []
@@ -189,26 +190,29 @@ def test_documents_are_joined_without_anything_between_them(tokenizer_folder, en
 PAIRS = [(f"the header number {'and ' * (n % 5)}{n}", f"value {n}") for n in range(23)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
-
-
 def pair_source(tokenizer, pairs=PAIRS, **changes) -> PairSource:
     settings = {"inputs_length": 61, "targets_length": 29, "batch_size": 4, "seed": 3, **changes}
     return PairSource(pairs, tokenizer, **settings)
 
 
-def pairs_in(tokenizer, batch) -> list[tuple[str, str]]:
-    """Reads the examples back from their segments."""
-    found = []
-    for row in range(len(batch["input_ids"])):
-        for segment in range(1, int(batch["segment_ids"][row].max()) + 1):
-            inputs = batch["input_ids"][row][batch["segment_ids"][row] == segment].tolist()
-            targets = batch["labels"][row][batch["decoder_segment_ids"][row] == segment].tolist()
+def examples_of(batch) -> list[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """Reads the tokens of the examples of each row back from their segments."""
+    rows = []
+    for row, segments in enumerate(batch["segment_ids"]):
+        examples = []
+        for number in range(1, int(segments.max()) + 1):
+            inputs = batch["input_ids"][row][segments == number]
+            targets = batch["labels"][row][batch["decoder_segment_ids"][row] == number]
             assert inputs[-1] == targets[-1] == 1
-            found.append((tokenizer.decode(inputs[:-1]), tokenizer.decode(targets[:-1])))
-    return found
+            examples.append((tuple(inputs.tolist()), tuple(targets.tolist())))
+        rows.append(examples)
+    return rows
+
+
+def pairs_in(tokenizer, batch) -> list[tuple[str, ...]]:
+    """Returns the texts of all examples of a batch, without end tokens."""
+    examples = chain.from_iterable(examples_of(batch))
+    return [tuple(tokenizer.decode(side[:-1]) for side in example) for example in examples]
 
 
 @pytest.mark.parametrize("pack", [False, True])

@@ -24,6 +24,7 @@ from moe.data.chunks import MixedText, WholeText
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.token_stream import TokenStream
 from moe.data.tokenizer import SpecialIds
+from tests.data.test_pipeline import same
 from tests.data.test_rows import write
 
 NUM_ROWS = 131
@@ -139,10 +140,6 @@ SETTINGS = {"inputs_length": 16, "batch_size": 5, "seed": 3}
 
 def source_of(stream, tokenizer) -> SpanCorruptionSource:
     return SpanCorruptionSource(stream, SpecialIds.of(tokenizer), **SETTINGS)
-
-
-def same(one, other) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in ("input_ids", "labels"))
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -13,16 +13,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 import moe  # noqa: F401  registers the model type "st_moe"
-from moe.data.tokenizer import SpecialIds, load_tokenizer, sentinel, train_tokenizer
+from moe.data.tokenizer import SpecialIds, sentinel, train_tokenizer
 from moe.errors import DataError
 from tests.data.conftest import VOCAB_SIZE, docstrings_of
 
 SENTINELS = [sentinel(number) for number in range(100)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +31,14 @@ def as_text(tokenizer, texts):
     return tokenizer(texts, **options)["input_ids"]
 
 
-def test_ids_are_laid_out_as_in_t5(tokenizer):
+def test_ids_are_laid_out_as_in_t5_and_scores_are_on_the_grid(tokenizer, reference):
     assert tokenizer.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
     descending = list(range(VOCAB_SIZE - 1, VOCAB_SIZE - 101, -1))
     assert tokenizer.convert_tokens_to_ids(SENTINELS) == descending
     assert len(tokenizer) == len(tokenizer.get_vocab()) == VOCAB_SIZE
     assert SpecialIds.of(tokenizer) == (0, 1, VOCAB_SIZE - 1, 100)
+    scores = [reference.get_score(piece) for piece in range(reference.get_piece_size())]
+    assert min(scores) < -5 and all((64 * score).is_integer() for score in scores)
 
 
 def test_every_text_ends_with_the_end_token_and_comes_back(tokenizer):

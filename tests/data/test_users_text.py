@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moe.data.pairs import encode_pairs
-from moe.data.tokenizer import load_tokenizer, prompt_ids, text_ids
+from moe.data.tokenizer import prompt_ids, text_ids
 from moe.data.tokens import encode_texts
 
 CONTROL = ["</s>", "<pad>", "<unk>"]
@@ -21,11 +21,6 @@ SPECIALS = [*CONTROL, "\uff1c\uff0f\uff53\uff1e", "<extra_id_0>", "<extra_id_99>
 WORDS = st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=0x17F), max_size=9)
 TEXTS = st.lists(WORDS | st.sampled_from([*SPECIALS, " ", "the"]), max_size=7).map("".join)
 ORDINARY = TEXTS.filter(lambda text: not any(name in text for name in SPECIALS[:4]))
-
-
-@pytest.fixture(scope="module")
-def ours(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +40,9 @@ def reference(tokenizer_folder):
 @settings(max_examples=150)
 @example("w</s>w <pad> <unk>")
 @given(TEXTS)
-def test_a_text_is_read_as_sentencepiece_reads_it_whatever_it_says(ours, t5, reference, text):
+def test_a_text_is_read_as_sentencepiece_reads_it_whatever_it_says(tokenizer, t5, reference, text):
     expected = reference.encode(text)
-    assert text_ids(ours, [text]) == [expected]
+    assert text_ids(tokenizer, [text]) == [expected]
     if text.split() == [
         word for word in text.split(" ") if word
     ]:  # T5Tokenizer splits at others, too
@@ -56,17 +51,17 @@ def test_a_text_is_read_as_sentencepiece_reads_it_whatever_it_says(ours, t5, ref
 
 @settings(max_examples=150)
 @given(ORDINARY)
-def test_text_without_control_tokens_has_the_tokens_of_transformers(ours, t5, text):
-    for tokenizer in (ours, t5):
-        assert text_ids(tokenizer, [text], markers=True) == [
-            tokenizer(text, add_special_tokens=False)["input_ids"]
+def test_text_without_control_tokens_has_the_tokens_of_transformers(tokenizer, t5, text):
+    for each in (tokenizer, t5):
+        assert text_ids(each, [text], markers=True) == [
+            each(text, add_special_tokens=False)["input_ids"]
         ]
-        assert prompt_ids(tokenizer, [text]) == [tokenizer(text)["input_ids"]]
-        cut = tokenizer(text, truncation=True, max_length=5)["input_ids"]
-        assert prompt_ids(tokenizer, [text], 5) == [cut]
+        assert prompt_ids(each, [text]) == [each(text)["input_ids"]]
+        cut = each(text, truncation=True, max_length=5)["input_ids"]
+        assert prompt_ids(each, [text], 5) == [cut]
 
 
-@pytest.mark.parametrize("name", ["ours", "t5"])
+@pytest.mark.parametrize("name", ["tokenizer", "t5"])
 def test_pairs_and_prompts_have_sentinels_but_no_control_token(name, request, reference):
     tokenizer = request.getfixturevalue(name)
     first = tokenizer.convert_tokens_to_ids("<extra_id_0>")
@@ -77,10 +72,10 @@ def test_pairs_and_prompts_have_sentinels_but_no_control_token(name, request, re
     assert prompt_ids(tokenizer, ["w</s>w", ""]) == [[*reference.encode("w</s>w"), 1], [1]]
 
 
-def test_text_of_a_corpus_has_no_sentinel(ours, t5):
-    for tokenizer in (ours, t5):
-        (ids,) = encode_texts(["the <extra_id_0> value</s>"], tokenizer)
-        assert ids.min() >= 2 and ids.max() < tokenizer.convert_tokens_to_ids("<extra_id_99>")
+def test_text_of_a_corpus_has_no_sentinel(tokenizer, t5):
+    for each in (tokenizer, t5):
+        (ids,) = encode_texts(["the <extra_id_0> value</s>"], each)
+        assert ids.min() >= 2 and ids.max() < each.convert_tokens_to_ids("<extra_id_99>")
 
 
 def test_tokens_that_a_user_added_are_markers():
