@@ -49,7 +49,9 @@ class HostSettings:
             blocks = getattr(self, name)
             check(isinstance(blocks, list | tuple), name, blocks, "a list of numbers of blocks")
             object.__setattr__(self, name, tuple(blocks))
-        check(isinstance(self.layer, Mapping), "layer", self.layer, "fields of SparseConfig")
+        known = [item.name for item in fields(SparseConfig)]
+        is_known = isinstance(self.layer, Mapping) and set(known).issuperset(self.layer)
+        check(is_known, "layer", self.layer, f"fields of SparseConfig: {', '.join(known)}")
         check_field_types(self)
         check_integer("granularity", self.granularity, least=1)
         check_number("load_balance_loss_weight", self.load_balance_loss_weight, least=0)

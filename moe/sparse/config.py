@@ -4,13 +4,12 @@ Read first; the computation starts in groups.py. A configuration validates its o
 router's requirements are in router_options.py.
 """
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from moe.checks import check, check_field_types, check_integer, check_number, shown
-from moe.errors import ConfigError, did_you_mean
+from moe.checks import check, check_field_types, check_integer, check_number, is_kind, shown
+from moe.errors import ConfigError
 from moe.sparse.router_options import ROUTERS, check_router, option_names
 
 Activation = Literal["gelu", "relu"]
@@ -19,8 +18,6 @@ RouterInput = Literal["hidden", "concat", "concat_stop_gradient", "add", "add_st
 BalanceScope = Literal["group", "micro_batch", "ranks", "global"]
 Dispatch = Literal["ragged", "static"]
 Convention = Literal["ours", "mesh_tensorflow", "flaxformer", "switch"]
-
-C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -130,29 +127,6 @@ def earlier_options(router: str, convention: Convention) -> dict[str, Any]:
     return {name: getattr(defaults, name) for name in options if hasattr(defaults, name)}
 
 
-def _suggest_settings(config_class: type[C]) -> type[C]:
-    """Makes the constructor of a dataclass suggest the nearest name for an unknown keyword.
-
-    `__new__` would work too, but it would hide the signature of the constructor.
-    """
-    known = [setting.name for setting in fields(config_class)]  # pyright: ignore[reportArgumentType]
-    dataclass_init = config_class.__init__
-
-    @functools.wraps(dataclass_init)
-    def init(self: Any, *args: Any, **settings: Any) -> None:
-        for name in settings:
-            if name not in known:
-                raise ConfigError(
-                    f"SparseConfig has no setting {name!r}.{did_you_mean(name, known)} "
-                    f"Known: {', '.join(known)}."
-                )
-        dataclass_init(self, *args, **settings)
-
-    config_class.__init__ = init
-    return config_class
-
-
-@_suggest_settings
 @dataclass(frozen=True)
 class SparseConfig:
     """Settings of one sparse feed-forward layer; the defaults are the ST-MoE paper's.
@@ -241,19 +215,13 @@ class SparseConfig:
         is_enough = self.num_selected_experts <= self.num_experts
         check(is_enough, "num_selected_experts", self.num_selected_experts, expected)
 
-        # Slots of an expert. A fixed number and a factor that drops nothing contradict each other.
+        # Slots of an expert.
         check_integer("min_expert_capacity", self.min_expert_capacity, least=0)
         no_drops = "None to drop no token"
         for name in ("capacity_factor", "eval_capacity_factor"):
             check_number(name, getattr(self, name), above=0, optional=no_drops)
         follow = "None to follow the capacity factors"
         check_integer("expert_capacity", self.expert_capacity, least=1, optional=follow)
-        factors = (self.capacity_factor, self.eval_capacity_factor)
-        if self.expert_capacity is not None and None in factors:
-            raise ConfigError(
-                f"expert_capacity is {self.expert_capacity} and a capacity factor is None, which drops no token. Set "
-                "expert_capacity to None, or set both factors to a number, which is then ignored."
-            )
 
         # Dropout and initialisation. A rate of 1 would drop all hidden units.
         check_number("expert_dropout_rate", self.expert_dropout_rate, least=0, below=1)
@@ -279,18 +247,15 @@ class SparseConfig:
         return CONVENTIONS[self.convention]
 
 
-def _check_quantization(quantization: Mapping[str, int], d_model: int, d_ff: int) -> None:
+def _check_quantization(quantization: Any, d_model: int, d_ff: int) -> None:
     """Raises a ConfigError unless the experts' weights can be quantized so."""
-    expected = '{"bits": 8}, or {"bits": 4, "group_size": 32}'
-    fields_by_bits = {8: {"bits"}, 4: {"bits", "group_size"}}
-    is_known = isinstance(quantization, Mapping) and set(quantization) == fields_by_bits.get(
-        quantization.get("bits", 0)
+    is_known = quantization == {"bits": 8}
+    group_size = quantization.get("group_size") if isinstance(quantization, Mapping) else None
+    if is_kind(group_size, int) and group_size > 1:
+        divides = group_size % 2 == d_model % group_size == d_ff % group_size == 0
+        is_known = divides and quantization == {"bits": 4, "group_size": group_size}
+    expected = (
+        '{"bits": 8}, or {"bits": 4, "group_size": 32} with an even divisor of '
+        f"d_model, {d_model}, and of d_ff, {d_ff}"
     )
     check(is_known, "expert_quantization", quantization, expected)
-    if quantization["bits"] == 4:
-        name = "expert_quantization group_size"
-        group_size = quantization["group_size"]
-        check_integer(name, group_size, least=2)
-        widths = f"an even divisor of d_model, {d_model}, and of d_ff, {d_ff}"
-        is_divisor = group_size % 2 == d_model % group_size == d_ff % group_size == 0
-        check(is_divisor, name, group_size, widths)

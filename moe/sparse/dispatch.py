@@ -70,14 +70,10 @@ class InFlight(Protocol):
 
 
 class Arrived(NamedTuple):
-    """Inputs of experts on this rank: nothing is in transit."""
+    """Inputs of experts on this rank: nothing is in transit, and nobody waits for gradients."""
 
     inputs: ExpertInputs
-
-    @property
-    def delays_weight_gradients(self) -> bool:
-        """False: nobody waits."""
-        return False
+    delays_weight_gradients: bool = False
 
     def wait(self) -> ExpertInputs:
         """Returns the inputs."""

@@ -5,12 +5,12 @@ Comes after editing.py, which puts them between the router's plan and its dispat
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from moe.checks import check, check_integer
-from moe.errors import ConfigError
+from moe.checks import check_integer
 from moe.sparse.editing import LayerEdit, PlanEdit
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
@@ -28,7 +28,6 @@ class _ExpertsEdit(LayerEdit):
     experts: tuple[int, ...]
 
     def __init__(self, *experts: int) -> None:
-        check(bool(experts), "experts of an edit", experts, "at least one number of an expert")
         object.__setattr__(self, "experts", experts)
 
     def for_layer(self, layer: SparseFeedForward) -> PlanEdit:
@@ -38,11 +37,13 @@ class _ExpertsEdit(LayerEdit):
             check_integer(
                 "expert", expert, least=0, most=most, reason="the last expert of the layer"
             )
-        return self._for_checked(layer)
+        return partial(self.edit, layer)
 
     @abstractmethod
-    def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
-        """Returns the edit for a layer that has the experts."""
+    def edit(
+        self, layer: SparseFeedForward, scores: RouterScores, plan: DispatchPlan
+    ) -> DispatchPlan:
+        """Returns the plan after the edit."""
 
 
 class DropExperts(_ExpertsEdit):
@@ -53,10 +54,9 @@ class DropExperts(_ExpertsEdit):
             loss = model(**batch).loss
     """
 
-    def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
-        return self.drop
-
-    def drop(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+    def edit(
+        self, layer: SparseFeedForward, scores: RouterScores, plan: DispatchPlan
+    ) -> DispatchPlan:
         """Returns the plan in which no choice of the experts is accepted."""
         experts = torch.tensor(self.experts, device=plan.expert_index.device)
         return drop_choices(plan, torch.isin(plan.expert_index, experts))
@@ -65,25 +65,17 @@ class DropExperts(_ExpertsEdit):
 class RerouteExperts(_ExpertsEdit):
     """The experts cannot be chosen: their tokens choose again among the others, as after pruning.
 
-    The weights are the router's for the remaining experts.
+    The weights are the router's for the remaining experts. If fewer are left than a token chooses,
+    it has fewer.
     """
 
-    def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
-        config = layer.config
-        num_left = config.num_experts - len(set(self.experts))
-        least = 1 if layer.router.experts_choose else config.num_selected_experts
-        if num_left < least:
-            raise ConfigError(
-                f"{len(set(self.experts))} of {config.num_experts} experts would be rerouted, which leaves "
-                f"{num_left}, but each token chooses {least}. Leave at least {least}."
-            )
-
-        def reroute(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            barred = torch.zeros_like(scores.logits, dtype=torch.bool)  # [G, S, E]
-            barred[..., list(self.experts)] = True
-            return choose_again(layer.router, scores, plan, barred)
-
-        return reroute
+    def edit(
+        self, layer: SparseFeedForward, scores: RouterScores, plan: DispatchPlan
+    ) -> DispatchPlan:
+        """Returns the plan of the router without the experts."""
+        barred = torch.zeros_like(scores.logits, dtype=torch.bool)  # [G, S, E]
+        barred[..., list(self.experts)] = True
+        return choose_again(layer.router, scores, plan, barred)
 
 
 class SwapExperts(_ExpertsEdit):
@@ -92,10 +84,9 @@ class SwapExperts(_ExpertsEdit):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(first, second)
 
-    def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
-        return self.swap
-
-    def swap(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+    def edit(
+        self, layer: SparseFeedForward, scores: RouterScores, plan: DispatchPlan
+    ) -> DispatchPlan:
         """Returns the plan with the two experts exchanged."""
         first, second = self.experts
         swapped = plan.expert_index.clone()

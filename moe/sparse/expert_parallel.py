@@ -24,7 +24,7 @@ from moe.distributed.all_to_all import (
     send_counts,
     send_rows,
 )
-from moe.distributed.exchanges import PendingCounts, Route
+from moe.distributed.exchanges import Route
 from moe.distributed.mesh import ExpertAxis
 from moe.kernels.expert_rows import ExpertRows, combine_rows, gather_rows
 from moe.sparse.dispatch import (
@@ -40,16 +40,6 @@ from moe.sparse.dispatch import (
 # ---- rows ----
 
 
-def exchange_rows(rows: ExpertRows, axis: ExpertAxis) -> "RowExchange":
-    """Returns the dispatcher of rows over the ep axis; their counts are then in transit.
-
-    Args:
-        rows: Rows of this rank's tokens, sorted by the experts of all ranks.
-        axis: The ranks.
-    """
-    return RowExchange(rows, send_counts(rows.counts, axis))
-
-
 class RowExchange(Dispatcher):
     """Two dispatches, one after the other: tokens to rows that leave, and received rows to the experts here.
 
@@ -57,13 +47,13 @@ class RowExchange(Dispatcher):
         combine    outputs -> [M, D] in the order of arrival -> all-to-all -> [N, D] -> tokens [T, D]
 
     Args:
-        rows: Rows of this rank's tokens.
-        counts: Number of rows for each pair of ranks, in transit.
+        rows: Rows of this rank's tokens, sorted by the experts of all ranks; their counts are sent.
+        axis: The ranks.
     """
 
-    def __init__(self, rows: ExpertRows, counts: PendingCounts) -> None:
+    def __init__(self, rows: ExpertRows, axis: ExpertAxis) -> None:
         self._rows = rows
-        self._counts = counts
+        self._counts = send_counts(rows.counts, axis)
 
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Sends a row for each choice of the tokens <float>[T, D]."""
@@ -217,15 +207,12 @@ class SlotsInFlight(NamedTuple):
     Attributes:
         pending: <float>[E * n, D] slots, sorted by the rank that they are from, when they are there.
         sizes: Ranks `p` of the axis, and experts `e` of each.
+        delays_weight_gradients: False: experts take slots in batched products, which are not fused.
     """
 
     pending: PendingRows
     sizes: dict[str, int]
-
-    @property
-    def delays_weight_gradients(self) -> bool:
-        """False: experts take slots in batched products, which are not fused."""
-        return False
+    delays_weight_gradients: bool = False
 
     def wait(self) -> ExpertInputs:
         """Returns the slots <float>[E / ep, ep * n, D] of the experts here."""

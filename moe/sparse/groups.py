@@ -9,15 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.errors import ConfigError
-
-ONE_SEQUENCE = 1
-"""Group size that gives groups of one sequence: a sequence that does not fit is a group of its own."""
-
 
 def tokens_per_group(config: Any) -> int:
-    """Returns the maximum number of tokens that a SparseConfig or STMoEConfig routes together."""
-    return ONE_SEQUENCE if config.rules.capacity_scope == "sequence" else config.group_size
+    """Returns the maximum number of tokens that a SparseConfig or STMoEConfig routes together.
+
+    With 1 every sequence is a group of its own, since none fits.
+    """
+    return 1 if config.rules.capacity_scope == "sequence" else config.group_size
 
 
 def sequences_per_group(batch: int, length: int, group_size: int) -> int:
@@ -84,17 +82,8 @@ def to_groups(x: Tensor, sequences: int) -> Tensor:
 
     Returns:
         <any>[G, S, ...] with G = B / sequences and S = sequences * L.
-
-    Raises:
-        ConfigError: When `sequences` does not divide B.
     """
     batch = x.shape[0]
-    if batch % sequences:
-        divisors = [count for count in range(1, batch + 1) if batch % count == 0]
-        raise ConfigError(
-            f"A group of {sequences} sequences does not divide a batch of {batch} sequences. Choose one of "
-            f"{divisors} sequences a group, or another batch size."
-        )
     # A pattern of einops here, and one on the way back, would cost a decoding step as much as the
     # gate.
     length = x.shape[1]

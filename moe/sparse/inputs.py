@@ -13,9 +13,6 @@ from moe.checks import shown
 from moe.errors import DataError
 from moe.kernels.torch_private import is_plain
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_MASKS = (*_FLOATS, *_INTEGERS, torch.bool)
 _MASK_ADVICE = "Give a bool mask, True for real tokens and False for padding"
 
 
@@ -37,19 +34,27 @@ def check_inputs(
         d_model: Width of the layer, D.
 
     Raises:
-        DataError: When one is not a tensor, or has another shape or dtype.
+        DataError: When one is not a tensor or has another shape, or x is not of floats.
     """
     shape = getattr(x, "shape", ())
-    if len(shape) != 3 or shape[-1] != d_model or x.dtype not in _FLOATS:
+    if len(shape) != 3 or shape[-1] != d_model or not x.is_floating_point():
         raise DataError(
             f"The sparse layer got x {_described(x)}; expected floats [B, L, {d_model}] (batch, length, d_model), "
             "not token ids."
         )
 
     # The others have one value, or one embedding, for each token of x.
-    _check_by_token("token_mask", token_mask, x, shape[:2], _MASKS)
-    _check_by_token("token_ids", token_ids, x, shape[:2], _INTEGERS)
-    _check_by_token("word_embeddings", word_embeddings, x, shape, _FLOATS)
+    of_tokens = (
+        ("token_mask", token_mask, shape[:2]),
+        ("token_ids", token_ids, shape[:2]),
+        ("word_embeddings", word_embeddings, shape),
+    )
+    for name, value, expected in of_tokens:
+        if value is not None and getattr(value, "shape", None) != expected:
+            raise DataError(
+                f"{name} is {_described(value)}, but x has {shape[0]} sequences of {shape[1]} tokens; expected "
+                f"{list(expected)}."
+            )
 
 
 def to_bool_mask(token_mask: Tensor) -> Tensor:
@@ -91,24 +96,6 @@ def _refuse_additive_mask(token_mask: Tensor) -> None:
 def can_read_values(x: Tensor) -> bool:
     """Returns whether values <any>[...] can be read without waiting for a device or breaking a graph."""
     return x.device.type == "cpu" and is_plain(x)
-
-
-def _check_by_token(
-    name: str, value: Tensor | None, x: Tensor, shape: torch.Size, dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """Raises a DataError unless an input, if given, has the shape and device that x requires."""
-    if value is None:
-        return
-    if getattr(value, "shape", None) != shape or value.dtype not in dtypes:
-        kinds = "integers" if dtypes is _INTEGERS else "numbers"
-        raise DataError(
-            f"{name} is {_described(value)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens; expected "
-            f"{kinds} {list(shape)}."
-        )
-    if value.device != x.device:
-        raise DataError(
-            f"{name} is on {value.device}, but x is on {x.device}. Move it there: {name}.to(x.device)."
-        )
 
 
 def _described(value: Any) -> str:

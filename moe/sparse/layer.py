@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe.checks import check
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.mesh import ExpertAxis
 from moe.distributed.random_numbers import tp_random_numbers
-from moe.errors import ConfigError, DataError
+from moe.errors import ConfigError
 from moe.kernels.torch_private import is_exporting, is_in_functorch
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
@@ -22,7 +21,7 @@ from moe.sparse.dispatch import (
     local_row_dispatcher,
     sort_rows,
 )
-from moe.sparse.expert_parallel import exchange_rows, exchange_slots
+from moe.sparse.expert_parallel import RowExchange, exchange_slots
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.inputs import check_inputs, to_bool_mask
@@ -78,8 +77,6 @@ class SparseFeedForward(nn.Module):
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
-        is_config = isinstance(config, SparseConfig)
-        check(is_config, "config of a sparse layer", config, "a SparseConfig")
         self.config = config
         self.router = build_router(config)
         self.experts = Experts(config)
@@ -133,11 +130,6 @@ class SparseFeedForward(nn.Module):
         """
         # Tokens of whole sequences, side by side in groups.
         check_inputs(x, token_mask, token_ids, word_embeddings, d_model=self.config.d_model)
-        gate = self.router._parameters.get("gate")
-        if gate is not None and gate.device != x.device and not gate.is_meta:
-            raise DataError(
-                f"x is on {x.device}, but the sparse layer on {gate.device}. Move one: layer.to(x.device)."
-            )
         batch, length, _ = x.shape
         sequences = sequences_per_group(batch, length, tokens_per_group(self.config))
         inputs = group_inputs(x, token_mask, token_ids, word_embeddings, sequences)
@@ -181,7 +173,7 @@ class SparseFeedForward(nn.Module):
                     'Build the sparse layer with dispatch="static".'
                 )
             if self.ep is not None:
-                return exchange_rows(sort_rows(plan, num_experts), self.ep)
+                return RowExchange(sort_rows(plan, num_experts), self.ep)
             return local_row_dispatcher(plan, num_experts)
         slots = fill_slots(plan, num_experts)
         return SlotDispatcher(slots) if self.ep is None else exchange_slots(slots, self.ep)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.distributed.collectives import sum_each_over_ranks
-from moe.errors import DataError
 from moe.sparse.losses import RouterLosses
 from moe.sparse.plan import DispatchPlan, RouterScores
 
@@ -61,24 +60,17 @@ class RouterStats(NamedTuple):
 
     def __add__(self, other: "RouterStats") -> "RouterStats":  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the statistics of both together, not a longer tuple; they must have the same E and K."""
-        if not isinstance(other, RouterStats):
-            return NotImplemented
         return RouterStats(*(a + b for a, b in zip(self, other, strict=True)))
 
     @staticmethod
     def sum(layers: Iterable["RouterStats"]) -> "RouterStats":
-        """Returns the statistics of several layers together; a token counts once for each layer.
+        """Returns the statistics of one or more layers together; a token counts once for each layer.
 
         Layers with different numbers of experts have no common load: `expert_load` is then empty,
         and `accepted_load` is the sum over experts. In `dropped_by_choice`, a layer with fewer
         choices counts 0 for the others.
-
-        Raises:
-            DataError: When there are none.
         """
         layers = list(layers)
-        if not layers:
-            raise DataError("There are no statistics of routers to add: no sparse layer has run.")
         num_choices = max(layer.dropped_by_choice.numel() for layer in layers)
         is_equal = len({layer.expert_load.numel() for layer in layers}) == 1
 

@@ -66,16 +66,6 @@ def test_a_host_and_its_upcycled_twin_agree(name, training):
 
 
 @each_host
-def test_twins_in_bfloat16_agree_to_its_rounding(name):
-    dense = dense_host(name).bfloat16()
-    before = logits(dense).float()
-    sparse = upcycle_host(dense, Upcycling(num_experts=5))
-    assert {parameter.dtype for parameter in sparse.parameters()} == {torch.bfloat16}
-    difference = (logits(sparse).float() - before).abs().mean()
-    assert difference < 0.03 * before.abs().mean()
-
-
-@each_host
 def test_labels_with_holes_leave_the_twins_equal(name):
     labels = tiny_batch()["labels"]
     labels[:, :2] = -100
@@ -88,15 +78,7 @@ def test_labels_with_holes_leave_the_twins_equal(name):
 
 
 @each_host
-def test_parts_of_copies_agree_too(name):
-    sparse = sparse_host(name, granularity=2, num_selected_experts=3)
-    down = sparse_layers(sparse)["decoder", 0].experts.down_proj
-    assert down.shape == (10, 10, 7)
-    close(logits(sparse), logits(dense_host(name)))
-
-
-@each_host
-def test_any_gate_gives_the_host_until_the_eps_of_the_norm_matters(name):
+def test_any_gate_gives_the_host_but_for_the_eps_of_its_norm(name):
     fields = {"router": "switch", "router_initializer_std": 0.02}
     switch = Upcycling(num_experts=8, num_selected_experts=1, fields=fields)
     dense = dense_host(name)
@@ -106,25 +88,6 @@ def test_any_gate_gives_the_host_until_the_eps_of_the_norm_matters(name):
         norm.eps = 1e-12
     gated = upcycle_host(copy.deepcopy(dense), switch)
     close(logits(gated), logits(dense), atol=2e-5, rtol=1e-4)
-    for norm in norms:
-        norm.eps = 1e-6
-
-    # A feed-forward of rms r, with a gate g, is scaled by 1 / sqrt(1 + eps / (g r)^2).
-    block = dense.model.decoder.layers[1]
-    with torch.no_grad():
-        block.mlp.down_proj.weight *= 1e-3
-        x = torch.randn(1, 7, 10)
-        host_output = block.mlp(x)
-        before = block.post_feedforward_layernorm(host_output)
-        twin = upcycle_host(dense, switch).model.decoder.layers[1]
-        sparse_output, router = twin.mlp.sparse(x)
-        after = twin.post_feedforward_layernorm(sparse_output)
-    gate = router.plan.combine_weight.sum(-1)[..., None]
-    rms = host_output.square().mean(-1, keepdim=True).sqrt()
-    eps = block.post_feedforward_layernorm.eps
-    limit = torch.sqrt((1 + eps / rms**2) / (1 + eps / (gate * rms) ** 2))
-    assert limit.min() < 0.9
-    close(after, before * limit, atol=1e-4, rtol=1e-3)
 
 
 @each_host

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe.sparse.routers
-from moe import ConfigError, SparseConfig, SparseFeedForward
+from moe import ConfigError
 from moe.sparse.all_routers import build_router, load_routers
 from moe.sparse.plan import router_scores
 from moe.sparse.router import RouterInputs
+from tests.sparse.layers import build_layer
 
 ROUTERS = load_routers()
 NAMES = ROUTERS.names()
@@ -29,25 +30,6 @@ SINGLE = [name for name in NAMES if ROUTERS.get(name).single]
 FILES = [module.name for module in pkgutil.iter_modules(moe.sparse.routers.__path__)]
 INPUTS = ["hidden", "concat", "concat_stop_gradient", "add", "add_stop_gradient"]
 by_name = pytest.mark.parametrize("name", NAMES)
-
-
-def config_of(name, **fields):
-    """The least that a router needs; one that gives each token one expert wants one choice."""
-    choices = 1 if ROUTERS.get(name).single else 2
-    sizes = {"d_model": 7, "d_ff": 11, "num_experts": 5, "num_selected_experts": choices}
-    scales = {"router_initializer_std": 0.7, "initializer_scale": 1.0}
-    return SparseConfig(**{"router": name, **sizes, **scales, **fields})
-
-
-def build(name, seed=0, **fields):
-    """A layer in float64 and evaluation, with whatever the router keeps beside its parameters away
-    from zero.
-    """
-    torch.manual_seed(seed)
-    layer = SparseFeedForward(config_of(name, **fields)).double().eval()
-    for buffer in layer.router.buffers():
-        buffer.random_(-20, 21)
-    return layer
 
 
 def inputs(batch=3, length=13, seed=0):
@@ -89,29 +71,29 @@ def test_an_unknown_option_is_refused_by_name_with_the_closest(name):
     known = [option.name for option in dataclasses.fields(ROUTERS.get(name).Options)]
     message = f"^Router '{name}' has no option 'zzz'. Known: {', '.join(known) or 'none'}"
     with pytest.raises(ConfigError, match=message):
-        config_of(name, router_options={"zzz": 1})
+        build_layer(name, router_options={"zzz": 1})
     for option in known:
         with pytest.raises(ConfigError, match=f"option '{option}x'. Did you mean '{option}'?"):
-            config_of(name, router_options={f"{option}x": 1})
+            build_layer(name, router_options={f"{option}x": 1})
 
 
 @by_name
 def test_a_decoder_takes_a_router_only_if_it_never_looks_at_later_tokens(name):
     if ROUTERS.get(name).causal:
-        assert config_of(name, decoder=True).decoder
+        assert build_layer(name, decoder=True).config.decoder
     else:
         with pytest.raises(
             ConfigError, match=f"'{name}' cannot be used in a decoder: .* later tokens"
         ):
-            config_of(name, decoder=True)
+            build_layer(name, decoder=True)
 
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_router_of_one_expert_a_token_refuses_more_choices_and_fills_no_more(name):
     with pytest.raises(ConfigError, match=r"num_selected_experts is 2\. Set .* to 1"):
-        config_of(name, num_selected_experts=2)
+        build_layer(name, num_selected_experts=2)
     x, mask, beside = inputs()
-    assert build(name)(x, mask, **beside)[1].plan.accepted.sum(dim=-1).max() == 1
+    assert build_layer(name)(x, mask, **beside)[1].plan.accepted.sum(dim=-1).max() == 1
 
 
 # ---- the plan ----
@@ -130,7 +112,7 @@ def test_a_router_of_one_expert_a_token_refuses_more_choices_and_fills_no_more(n
 def test_a_plan_is_well_formed(name, num_experts, factor, least, group_size, training, seed):
     fields = {"num_experts": num_experts, "min_expert_capacity": least, "group_size": group_size}
     fields |= {"capacity_factor": factor, "eval_capacity_factor": factor}
-    layer = build(name, seed, **fields).train(training)
+    layer = build_layer(name, seed, **fields).train(training)
     x, mask, beside = inputs(seed=seed)
     plan = layer(x, mask, **beside)[1].plan
 
@@ -162,7 +144,7 @@ def test_a_plan_is_well_formed(name, num_experts, factor, least, group_size, tra
 
 @by_name
 def test_a_plan_is_pure_in_evaluation_and_made_of_the_scores_and_the_mask_alone(name):
-    layer, (x, mask, beside) = build(name), inputs()
+    layer, (x, mask, beside) = build_layer(name), inputs()
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
     before = {key: value.clone() for key, value in layer.state_dict().items()}
@@ -182,7 +164,7 @@ def test_a_plan_is_pure_in_evaluation_and_made_of_the_scores_and_the_mask_alone(
 def test_without_a_capacity_nothing_is_dropped_and_every_token_has_an_expert(
     name, factor, drop_tokens
 ):
-    layer, (x, mask, beside) = build(name, eval_capacity_factor=factor), inputs()
+    layer, (x, mask, beside) = build_layer(name, eval_capacity_factor=factor), inputs()
     router = layer(x, mask, drop_tokens=drop_tokens, **beside)[1]
     assert torch.equal(router.plan.accepted, router.plan.requested)
     assert router.plan.accepted.any(dim=-1).equal(router.plan.token_mask)
@@ -198,7 +180,7 @@ def test_ragged_and_static_dispatch_are_one_layer_in_output_and_all_gradients(na
     x, mask, beside = inputs()
     results = []
     for dispatch in ("ragged", "static"):
-        layer = build(name, dispatch=dispatch, eval_capacity_factor=factor)
+        layer = build_layer(name, dispatch=dispatch, eval_capacity_factor=factor)
         tokens = x.clone().requires_grad_()
         y, router = layer(tokens, mask, **beside)
         total = (y * x.cos()).sum() + router.losses.load_balance_loss + router.losses.router_z_loss
@@ -210,7 +192,7 @@ def test_ragged_and_static_dispatch_are_one_layer_in_output_and_all_gradients(na
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_in_a_decoder_that_drops_nothing_no_output_depends_on_later_tokens(name):
-    layer, (x, _, beside) = build(name, decoder=True), inputs()
+    layer, (x, _, beside) = build_layer(name, decoder=True), inputs()
     other, _, other_beside = inputs(seed=1)
     y, _ = layer(x, drop_tokens=False, **beside)
     for length in (1, 5, 12):
@@ -231,7 +213,7 @@ def test_in_a_decoder_that_drops_nothing_no_output_depends_on_later_tokens(name)
 def test_the_number_of_parameters_is_known_before_they_are_built(name):
     for router_input in INPUTS:
         try:
-            config = config_of(name, router_input=router_input)
+            config = build_layer(name, router_input=router_input).config
         except ConfigError as error:
             assert router_input in str(error)  # a router without a gate says so
             continue
@@ -241,15 +223,15 @@ def test_the_number_of_parameters_is_known_before_they_are_built(name):
 
 @by_name
 def test_a_layer_survives_saving_copying_and_pickling(name):
-    layer, (x, mask, beside) = build(name), inputs()
-    loaded = build(name, seed=1)
+    layer, (x, mask, beside) = build_layer(name), inputs()
+    loaded = build_layer(name, seed=1)
     loaded.load_state_dict(layer.state_dict())
     expected = layer(x, mask, **beside)[0]
     for same in (loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(same(x, mask, **beside)[0], expected)
 
     options = dataclasses.asdict(layer.router.options)
-    config = config_of(name, router_options=options)
+    config = build_layer(name, router_options=options).config
     for same in (pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
         assert same == config
         assert same.router_options == options
@@ -257,13 +239,13 @@ def test_a_layer_survives_saving_copying_and_pickling(name):
 
 @by_name
 def test_learning_from_the_load_touches_no_parameter_and_a_reset_forgets_them(name):
-    layer, (x, mask, beside) = build(name), inputs()
+    layer, (x, mask, beside) = build_layer(name), inputs()
     before = [parameter.clone() for parameter in layer.parameters()]
     layer.router.update(layer(x, mask, **beside)[1].stats)
     assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), before, strict=True))
 
     states = []
-    for router in (layer.router, build(name, seed=1).router):
+    for router in (layer.router, build_layer(name, seed=1).router):
         torch.manual_seed(2)
         router.reset_parameters()
         states.append(router.state_dict().values())

@@ -36,8 +36,8 @@ def build_layer(router="token_choice", seed=0, **fields):
     layer = SparseFeedForward(SparseConfig(**{**settings, **fields})).double().eval()
     if layer.experts.bias is not None:
         torch.nn.init.normal_(layer.experts.bias)
-    if router == "bias_balanced":
-        layer.router.load_steps.random_(-20, 20)
+    for buffer in layer.router.buffers():
+        buffer.random_(-20, 20)
     return layer
 
 

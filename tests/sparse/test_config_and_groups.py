@@ -4,14 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from moe import ConfigError, SparseConfig
+from moe import SparseConfig
 from moe.sparse.capacity import expert_capacity
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups
-from tests.sparse.by_hand import tokens
-from tests.sparse.layers import build_layer
 
 SIZES = {"d_model": 7, "d_ff": 11, "num_experts": 5}
 
@@ -36,51 +34,6 @@ SIZES = {"d_model": 7, "d_ff": 11, "num_experts": 5}
 )
 def test_capacity(num_tokens, num_experts, factor, least, rounding, expected):
     assert expert_capacity(num_tokens, num_experts, factor, least, rounding) == expected
-
-
-def test_each_mode_has_its_own_capacity_factor():
-    layer = build_layer(capacity_factor=1.0, eval_capacity_factor=2.0, min_expert_capacity=0)
-    assert layer(tokens(1, 13, 7))[1].plan.capacity == 5  # 26 / 5
-    assert layer.train()(tokens(1, 13, 7))[1].plan.capacity == 2  # 13 / 5
-    assert layer(tokens(1, 13, 7), drop_tokens=False)[1].plan.capacity is None
-
-
-def test_an_absolute_capacity_takes_the_place_of_both_factors():
-    layer = build_layer(expert_capacity=3, capacity_factor=0.01, eval_capacity_factor=9.0)
-    for training in (False, True):
-        layer.train(training)
-        assert layer(tokens(1, 13, 7))[1].plan.capacity == 3
-        assert layer(tokens(1, 2, 7))[1].plan.capacity == 2  # nobody could fill a third slot
-        assert layer(tokens(1, 13, 7), drop_tokens=False)[1].plan.capacity is None
-
-
-def test_settings_that_contradict_each_other_or_are_no_mapping_are_refused():
-    for factor in ("capacity_factor", "eval_capacity_factor"):
-        with pytest.raises(
-            ConfigError, match=r"expert_capacity is 3 and a capacity factor is None"
-        ):
-            SparseConfig(**SIZES, expert_capacity=3, **{factor: None})
-    with pytest.raises(ConfigError, match=r"^router_options is 'all'; expected a mapping"):
-        SparseConfig(**SIZES, router_options="all")
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 5), st.integers(1, 13), st.integers(1, 5), st.integers(0, 99))
-def test_in_the_scope_of_a_sequence_each_expert_takes_the_first_tokens_of_each_sequence(
-    batch, length, slots, seed
-):
-    fields = {"convention": "switch", "router_options": {"policy": "argmax"}}
-    layer, x = (
-        build_layer("switch", seed, expert_capacity=slots, **fields),
-        tokens(batch, length, 7),
-    )
-    plan = layer(x)[1].plan
-    for sequence in range(batch):
-        wishes = (x[sequence] @ layer.router.gate.T).argmax(-1).tolist()
-        assert plan.expert_index[sequence, :, 0].tolist() == wishes
-        for token, expert in enumerate(wishes):
-            is_early = wishes[:token].count(expert) < slots
-            assert bool(plan.accepted[sequence, token, 0]) == is_early
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from moe.kernels import cpu_experts, expert_pieces
 from moe.kernels.expert_weights import ExpertWeights
 from tests.processes import run_program
 from tests.sparse.expert_loop import KINDS, expert_rows, form_of, problem, run_loop, tiny
-from tests.sparse.layers import DROPLESS, assert_all_close, build_layer, gradients
+from tests.sparse.layers import assert_all_close, build_layer, gradients
 
 
 @pytest.fixture(autouse=True)
@@ -58,24 +58,7 @@ def test_the_engine_equals_a_loop_over_experts_in_output_and_gradients(
         assert_all_close(ours, theirs, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("activation", "gated", "expert_bias", "drop_rate"),
-    [("gelu", True, "multiplicative", 0.3), ("relu", False, "additive", 0.0)],
-)
-def test_gradients_of_the_engine_are_the_limits_of_differences(
-    activation, gated, expert_bias, drop_rate
-):
-    config = tiny(activation, gated, expert_bias, num_experts=3, d_model=2, d_ff=3)
-    inputs, rows = problem(config, num_tokens=3, num_rows=5)
-
-    def run(*changed):
-        torch.manual_seed(1)  # the same dropout each time
-        return run_engine(changed, rows, config, drop_rate)
-
-    assert torch.autograd.gradcheck(run, inputs, eps=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2, 3), (1, 2, 3, 4), range(5)], ids=str)
+@pytest.mark.parametrize("frozen", [(0,), (2, 3), (1, 2, 3, 4), range(5)], ids=str)
 def test_what_is_frozen_gets_no_gradient_and_the_others_the_same(frozen):
     config = tiny(expert_bias="additive")
     inputs, rows = problem(config, num_tokens=5, num_rows=11)
@@ -207,71 +190,7 @@ def test_workers_run_torch_on_one_core_each(threads):
     assert torch.get_num_threads() == 2
 
 
-# ---- expert dropout ----
-
-
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-def test_expert_dropout_is_drawn_from_the_seed_and_only_in_training(dispatch):
-    layer = build_layer(
-        dispatch=dispatch, expert_dropout_rate=0.3, router_options={"second_expert_policy": "all"}
-    )
-    x = torch.randn(3, 13, 7, dtype=torch.float64)
-
-    def output(seed):
-        torch.manual_seed(seed)
-        return layer(x)[0]
-
-    assert torch.equal(output(0), output(1))
-    layer.train()
-    assert torch.equal(output(0), output(0))
-    assert not torch.equal(output(0), output(1))
-
-
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-def test_expert_dropout_keeps_the_expectation_and_drops_its_share(dispatch):
-    settings = {"num_experts": 2, "num_selected_experts": 1, "expert_dropout_rate": 0.3, **DROPLESS}
-    layer = build_layer(dispatch=dispatch, gated=False, activation="relu", **settings)
-    with torch.no_grad():  # the outputs are what is left of the hidden activation, which is 1
-        layer.experts.up_proj.fill_(1 / 7)
-        layer.experts.down_proj.copy_(torch.eye(7, 11))
-    x = torch.ones(1, 5003, 7, dtype=torch.float64)
-    expected = layer(x)[0]
-    y = layer.train()(x)[0] / expected
-    assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7], abs=1e-9)
-    # 5003 x 7 draws of probability 0.7: the mean of kept / 0.7 deviates by sqrt(0.3 / 0.7 / 35021)
-    # = 0.0035
-    assert abs(float(y.detach().mean()) - 1) < 5 * 0.0035
-
-    # Rows are drawn apart: 2^7 patterns.
-    assert len(set(map(tuple, (y[0, :97] > 0).tolist()))) > 30
-
-
 # ---- borders ----
-
-
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-def test_an_expert_that_no_token_chose_has_a_gradient_of_zeros(dispatch):
-    fields = {"num_selected_experts": 1, "expert_bias": "additive", **DROPLESS}
-    layer = build_layer(dispatch=dispatch, **fields)
-    y, router = layer(torch.randn(1, 3, 7, dtype=torch.float64))
-    unused = router.stats.accepted_load == 0
-    assert 2 <= int(unused.sum()) < 5
-    y.square().sum().backward()
-    for parameter in layer.experts.parameters():
-        assert torch.count_nonzero(parameter.grad[unused]) == 0
-        assert all(torch.count_nonzero(gradient) for gradient in parameter.grad[~unused])
-
-
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-def test_without_any_accepted_row_outputs_and_gradients_are_zeros(dispatch, threads):
-    threads(2)
-    layer = build_layer(dispatch=dispatch, expert_bias="additive", expert_dropout_rate=0.3).train()
-    x = torch.randn(2, 13, 7, dtype=torch.float64, requires_grad=True)
-    y, router = layer(x, torch.zeros(2, 13, dtype=torch.bool))
-    total = y.square().sum() + router.losses.load_balance_loss + router.losses.router_z_loss
-    assert y.shape == x.shape
-    for number in (y, total, *gradients(total, layer, x)):
-        assert torch.count_nonzero(number) == 0
 
 
 @pytest.mark.parametrize(
@@ -313,18 +232,6 @@ def test_strides_of_input_and_weights_do_not_matter(dispatch):
     for_sum = torch.autograd.grad(layer(plain)[0].sum(), layer.router.gate)
     for_ones = torch.autograd.grad((layer(plain)[0] * torch.ones(7)).sum(), layer.router.gate)
     assert_all_close(for_sum, for_ones)
-
-
-@pytest.mark.parametrize("num_threads", [1, 4])
-def test_all_tokens_may_go_to_one_expert(num_threads, threads):
-    threads(num_threads)
-    config = tiny(expert_bias="additive", d_model=7, d_ff=11)
-    inputs, rows = problem(config, num_tokens=1999, num_rows=1999)
-    rows = expert_rows([2] * 1999, range(1999), 4, 1999)
-    output, expected = run_engine(inputs, rows, config), run_loop(inputs, rows, config)
-    assert_all_close([output], [expected], atol=1e-11)
-    ours, theirs = (torch.autograd.grad(y.square().sum(), inputs) for y in (output, expected))
-    assert_all_close(ours, theirs, 1e-7)
 
 
 def test_pieces_cover_every_row_once_and_every_expert():

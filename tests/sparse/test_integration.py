@@ -6,7 +6,6 @@ parts marked `guide` hold the lines that docs/guides/layer.md shows.
 """
 
 import copy
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -67,13 +66,11 @@ def t5_batch():
 
 def sparse_encoder(seed=0, **changes):
     torch.manual_seed(seed)
-    layer = nn.TransformerEncoderLayer(
-        D, 3, activation=nn.Identity(), dropout=0.0, batch_first=True
-    )
+    layer = nn.TransformerEncoderLayer(D, 3, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, num_layers=LAYERS, enable_nested_tensor=False)
     for layer in encoder.layers:
         config = SparseConfig(**{"d_model": D, "d_ff": F, "num_experts": E, **changes})
-        layer.linear1, layer.linear2 = SparseFeedForwardAdapter(config), nn.Identity()
+        replace_feed_forward(layer, config)
     return encoder
 
 
@@ -152,39 +149,6 @@ def test_a_t5_with_sparse_slots_trains_and_generates():
     assert hooks_left(model) == 0
     alone = [model.generate(ids[i : i + 1, : int(mask[i].sum())], **new) for i in range(B)]
     assert torch.equal(generated, torch.cat(alone))
-
-
-def test_a_transformer_encoder_with_sparse_slots_trains():
-    generator = torch.Generator().manual_seed(0)
-    model, x = sparse_encoder().train(), torch.randn(B, L, D, generator=generator)
-    target = torch.randn(B, L, D, generator=generator)
-    padding = torch.zeros(B, L, dtype=torch.bool)
-    padding[1, 7:], padding[2, 2:] = True, True
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(9):
-        optimizer.zero_grad()
-        with collect_routers(model, token_mask=~padding) as routers:
-            loss = (model(x, src_key_padding_mask=padding) - target)[~padding].square().mean()
-            (loss + router_loss(routers)).backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.8 * losses[0], losses
-    expected_counts(routers, 13 + 7 + 2, B * L)
-
-
-def test_a_transformer_encoder_in_evaluation_takes_no_fast_path_around_the_slots():
-    model, x = sparse_encoder(eval_capacity_factor=None).eval(), torch.randn(B, L, D)
-    padding = torch.zeros(B, L, dtype=torch.bool)
-    padding[1, 7:] = True
-    with torch.inference_mode(), collect_routers(model, token_mask=~padding) as routers:
-        y = model(x, src_key_padding_mask=padding)
-    expected_counts(routers, 2 * 13 + 7, B * L)
-
-    # Context or not: the fast path also looks whether modules have hooks.
-    with torch.inference_mode():
-        torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], y[~padding])
-    assert not router_loss(routers).requires_grad
 
 
 # ---- torch's layers, which have a fast path ----
@@ -272,27 +236,8 @@ def test_a_replaced_layer_has_the_dtype_of_the_dense_one_and_one_dropout_on_its_
     x = torch.randn(B, L, 14, dtype=torch.bfloat16)
     assert torch.equal(layer.dropout(x), x)
     assert layer(x).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("layer", "d_model", "message"),
-    [
-        (nn.Linear(14, 14), 14, "layer is Linear.*expected an nn.TransformerEncoderLayer or"),
-        (fast_layer(), 7, "d_model is 7; expected 14, the width of the layer"),
-        (nn.TransformerEncoderLayer(14, 2, F), 14, "batch_first of the layer is False"),
-    ],
-)
-def test_what_cannot_be_replaced_is_refused(layer, d_model, message):
-    with pytest.raises(ConfigError, match=message):
-        replace_feed_forward(layer, SparseConfig(d_model=d_model, d_ff=F, num_experts=E))
-
-
-def test_the_auxiliary_loss_alone_moves_every_gate():
-    model, x = sparse_encoder(), torch.randn(B, L, D)
-    with collect_routers(model) as routers:
-        model(x)
-        router_loss(routers).backward()
-    assert all(gate.grad is not None and float(gate.grad.norm()) > 0 for gate in gates(model))
+    with pytest.raises(ConfigError, match="batch_first of the layer is False"):
+        replace_feed_forward(nn.TransformerEncoderLayer(14, 2, F), adapter.sparse.config)
 
 
 def test_router_loss_is_the_weighted_sum_of_the_papers_equation_6():
@@ -307,10 +252,6 @@ def test_router_loss_is_the_weighted_sum_of_the_papers_equation_6():
     assert mean == pytest.approx((0.3 * balance + 0.7 * z) / LAYERS)
     with pytest.raises(ConfigError, match="reduction is 'max'; expected one of sum, mean"):
         router_loss(routers, reduction="max")
-    for name in weights:
-        for value in (math.nan, -0.1, "0.01"):
-            with pytest.raises(ConfigError, match=rf"^{name} is .*finite number of at least 0"):
-                router_loss(routers, **{name: value})
 
 
 def step_of(model, ids, mask, labels):
@@ -379,19 +320,6 @@ def test_reentrant_checkpointing_is_refused_because_the_losses_would_have_no_gra
     assert hooks_left(model) == 0
 
 
-def test_an_exception_inside_the_context_removes_all_hooks_and_passes_through():
-    model = sparse_encoder()
-    with (
-        pytest.raises(RuntimeError, match="mine"),
-        collect_routers(model, torch.ones(B, L)) as routers,
-    ):
-        model(torch.randn(B, L, D))
-        raise RuntimeError("mine")
-    assert hooks_left(model) == 0
-    model(torch.randn(B, L, D))
-    assert len(routers) == LAYERS
-
-
 def test_of_nested_masks_the_innermost_holds_and_the_callers_own_comes_first():
     layer = SparseFeedForward(SparseConfig(d_model=D, d_ff=F, num_experts=E))
     x = torch.randn(B, L, D)
@@ -431,9 +359,6 @@ def test_a_slot_takes_a_sparse_layer_that_something_wraps():
     assert any(module is layer for module in adapter.modules())
     x = torch.randn(B, L, D)
     assert adapter(x).shape == x.shape
-    for foreign in (nn.Linear(2, 3), nn.Sequential(layer, SparseFeedForward(layer.config)), None):
-        with pytest.raises(ConfigError, match=r"(?s)layer of a Sparse.*expected a SparseFeed"):
-            SparseFeedForwardAdapter(foreign)
 
 
 def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():
@@ -442,11 +367,11 @@ def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():
     model = sparse_t5()
     with pytest.raises(ConfigError, match=r"one token_mask.*model.decoder, decoder_mask"):
         collect_routers(model, torch.ones(B, L)).__enter__()
-    with collect_routers(model) as routers:
-        with pytest.raises(DataError, match=r"^routers are \[\]"):
-            router_loss(routers)
-        with pytest.raises(DataError, match="no sparse layer has run"):
-            RouterStats.sum(router.stats for router in routers)
+    with (
+        pytest.raises(DataError, match="no sparse layer has run"),
+        collect_routers(model) as routers,
+    ):
+        router_loss(routers)
 
 
 def test_statistics_of_layers_of_different_shape_are_added_without_their_load():

@@ -65,8 +65,6 @@ def cases(draw, options):
         "activation": draw(st.sampled_from(["gelu", "relu"])),
         "expert_bias": draw(st.sampled_from(["none", "additive", "multiplicative"])),
     }
-    if None in (config["capacity_factor"], config["eval_capacity_factor"]):
-        config["expert_capacity"] = None  # the two contradict each other
     return {
         "config": config,
         "options": drawn,
@@ -234,16 +232,6 @@ def test_a_choice_whose_gate_is_at_the_threshold_is_not_kept_and_the_first_alway
     assert kept["all"] == [[True] * 3] * 2
     assert kept["none"] == [[True, False, False]] * 2
     assert kept["threshold"] == [[True, False, False], [True, True, False]]
-
-
-def test_a_single_gate_stays_raw_so_that_the_router_learns_from_the_task():
-    layer = layer_with_logits(3, num_selected_experts=1)
-    y, router = layer(logits_of([0.6, 0.3, 0.1], [0.1, 0.2, 0.7]))
-    assert_close(
-        router.plan.combine_weight.flatten(), torch.tensor([0.6, 0.7], dtype=torch.float64)
-    )
-    y.sum().backward()
-    assert float(layer.router.gate.grad.abs().sum()) > 0
 
 
 def test_a_bias_moves_against_the_load_and_steers_the_choice_but_not_the_weight():

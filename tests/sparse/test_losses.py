@@ -24,36 +24,6 @@ def test_one_expert_for_all_costs_as_much_as_there_are_experts():
     assert losses_of(logits_of(*[one_expert] * 3)).load_balance_loss.item() == pytest.approx(5)
 
 
-def test_after_mesh_tensorflow_a_group_of_padding_lowers_the_mean_and_after_flaxformer_it_changes_nothing():
-    # reduce_mean over groups and experts of density * proxy, times E²: the second group has
-    # neither.
-    x = torch.cat([logits_of([0.9, 0.1], [0.8, 0.2]), logits_of([0.5, 0.5], [0.5, 0.5])])
-    mask = [[True, True], [False, False]]
-    for reference, share in (("mesh_tensorflow", 1 / 2), ("flaxformer", 1)):
-        fields = {"convention": reference, "group_size": 2}
-        alone, beside = losses_of(x[:1], **fields), losses_of(x, mask, **fields)
-        assert beside.load_balance_loss.item() == pytest.approx(
-            share * alone.load_balance_loss.item()
-        )
-
-
-def test_dropped_choices_count_for_balance_as_they_were_chosen():
-    x = logits_of(*[[0.6, 0.4]] * 3)
-    for factor in (None, 0.01):
-        losses = losses_of(x, eval_capacity_factor=factor, min_expert_capacity=0)
-        assert losses.load_balance_loss.item() == pytest.approx(2 * 0.6)
-
-
-def test_balance_pushes_each_probability_by_the_share_of_its_expert():
-    # d/dp of 2 (2/3 mean p_0 + 1/3 mean p_1) is 2 f_i / 3; through the softmax, dz_0 = p_0 p_1 (d_0
-    # - d_1).
-    x = logits_of([0.8, 0.2], [0.7, 0.3], [0.1, 0.9]).requires_grad_()
-    (gradient,) = torch.autograd.grad(losses_of(x).load_balance_loss, x)
-    push = 2 / 3 * (2 / 3 - 1 / 3)
-    expected = torch.tensor([0.8 * 0.2, 0.7 * 0.3, 0.1 * 0.9], dtype=torch.float64) * push
-    assert_close(gradient[0], torch.stack([expected, -expected], dim=1))
-
-
 @pytest.mark.parametrize(
     ("router", "convention"),
     [
@@ -80,14 +50,6 @@ def test_in_a_wider_scope_every_group_has_the_balance_loss_of_the_scope(scope):
     assert_close(losses.group_load_balance, losses.load_balance_loss.expand(3))
     parted = balance_within(losses, add_totals(balance_totals(losses), balance_totals(losses)))
     assert_close(parted.group_load_balance, parted.load_balance_loss.expand(3))
-
-
-def test_experts_that_choose_are_balanced_by_construction():
-    losses = losses_of(logits_of([0.9, 0.1], [0.8, 0.2]), router="expert_choice")
-    assert losses.load_balance_loss.item() == losses.load_balance_count.item() == 0
-    assert losses.router_z_loss.item() == pytest.approx(
-        0, abs=1e-12
-    )  # probabilities as logits: log 1
 
 
 @pytest.mark.parametrize("convention", ["ours", "mesh_tensorflow", "flaxformer"])

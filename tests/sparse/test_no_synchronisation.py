@@ -47,14 +47,10 @@ def test_rows_that_are_counted_first_would_be_seen():
     [
         lambda x: x.sum().item(),
         lambda x: x[x > 1],
-        lambda x: x.masked_fill(x > 1, 0).nonzero(),
-        lambda x: bool((x > 1).any()),
         lambda x: torch.bincount(x.long()),
-        lambda x: x.long().unique(),
         lambda x: x.repeat_interleave(x.long()),
-        lambda x: x.index_put((x > 1,), x.new_zeros(())),
     ],
-    ids=["item", "bools", "nonzero", "if", "bincount", "unique", "repeat", "index_put"],
+    ids=["item", "bools", "bincount", "repeat"],
 )
 def test_the_mode_sees_what_waits(wait):
     with NoSynchronisation(), pytest.raises(WaitsError):

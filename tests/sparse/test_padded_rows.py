@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from moe.sparse.dispatch import ChoiceDispatcher, RowDispatcher, pad_rows, sort_choices, sort_rows
-from moe.sparse.plan import DispatchPlan
 from tests.sparse.layers import THREE_SLOTS, build_layer
 
 AOT_EAGER = {"backend": "aot_eager"}
@@ -74,14 +73,6 @@ def test_what_stands_in_rows_that_nobody_reads_reaches_no_token_and_no_gradient(
         results.append((output, gradient))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
     assert results[0][1].any()
-
-
-def test_a_plan_that_refuses_all_has_no_row():
-    _, _, plan = a_plan()
-    nothing = torch.zeros_like(plan.accepted)
-    plan: DispatchPlan = plan._replace(accepted=nothing)
-    rows = pad_rows(plan, 5)
-    assert not rows.counts.any() and not rows.token_start.any()
 
 
 @pytest.mark.slow

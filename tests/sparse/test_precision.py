@@ -177,21 +177,6 @@ def test_numbers_that_are_not_finite_are_refused():
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize("name", [*GATED_NAMES, "hash"])
-def test_padding_that_is_not_finite_harms_neither_output_nor_gradient(name, dispatch):
-    layer, x = build_layer(name, dispatch=dispatch), tokens()
-    mask = torch.ones(3, 13, dtype=torch.bool)
-    mask[0, 0] = mask[1, 5:] = mask[2, 3] = False
-    x[~mask] = float("nan")
-    x.requires_grad_()
-    y, router = layer(x, mask, token_ids=ids())
-    total = y.square().sum() + router.losses.load_balance_loss + router.losses.router_z_loss
-    assert torch.count_nonzero(y[~mask]) == 0
-    for number in (y, *router.losses, *router.stats, *gradients(total, layer, x)):
-        assert number.isfinite().all()
-
-
-@pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_an_expert_that_overflows_for_a_token_harms_only_who_chose_it(dispatch):
     """Empty slots are computed too: one with a token of another expert would turn 0 times infinity
     into NaN.
@@ -206,9 +191,3 @@ def test_an_expert_that_overflows_for_a_token_harms_only_who_chose_it(dispatch):
     chose_used = (layer(x)[1].plan.expert_index[..., 0] == used).reshape(3, 13)
     assert 0 < int(chose_used.sum()) < 39
     assert layer(x)[0][chose_used].isfinite().all()
-
-
-def test_bfloat16_would_move_the_papers_softmax_by_a_third():
-    logits = torch.tensor([128.5] + [128.0] * 10)
-    assert round(logits.softmax(0)[0].item(), 3) == 0.142
-    assert round(logits.to(torch.bfloat16).float().softmax(0)[0].item(), 3) == 0.091

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe import RouterStats
-from tests.sparse.by_hand import layer_with_logits, logits_of, tokens
-from tests.sparse.layers import ROUTER_NAMES, build_layer
+from tests.sparse.by_hand import tokens
+from tests.sparse.layers import build_layer
 
 
 def made_stats(**changes):
@@ -64,48 +64,6 @@ def test_the_balance_of_all_layers_is_the_median_and_the_95th_percentile_of_maxv
         {"max_vio_p50": 5 / 4, "max_vio_p95": 5 / 4 + 0.9 * 3 / 4}
     )
     assert RouterStats.max_violations(layers[1:2]) == {"max_vio_p50": 0, "max_vio_p95": 0}
-
-
-def test_a_table_of_probabilities_is_counted_as_worked_out_by_hand():
-    # Everybody asks expert 0 first, then 1; of two slots each, t0 takes one of both, t1 too, and t2
-    # gets none.
-    options = {"eval_second_expert_policy": "all"}
-    layer = layer_with_logits(
-        3, eval_capacity_factor=0.01, min_expert_capacity=2, router_options=options
-    )
-    mask = torch.tensor([[True, True, True, False]])
-    stats = layer(logits_of(*[[0.6, 0.3, 0.1]] * 4), mask)[1].stats
-    assert stats.expert_load.tolist() == [3, 3, 0]
-    assert stats.accepted_load.tolist() == [2, 2, 0]
-    assert stats.dropped_by_choice.tolist() == [1, 1]
-    names = ("num_slots", "num_tokens", "num_positions", "dropped_tokens", "second_expert_tokens")
-    assert [int(getattr(stats, name)) for name in names] == [6, 3, 4, 1, 2]
-    entropy = -sum(p * math.log(p) for p in (0.6, 0.3, 0.1))
-    assert stats.entropy_sum.item() == pytest.approx(3 * entropy)
-    assert stats.confidence_sum.item() == pytest.approx(2)  # two tokens of weight 2/3 + 1/3
-
-
-def test_without_a_capacity_every_slot_is_used():
-    stats = build_layer(eval_capacity_factor=None)(tokens(3, 13, 7))[1].stats
-    assert int(stats.num_slots) == int(stats.accepted_load.sum()) > 0
-    assert stats.summary()["expert_usage"] == 1
-    assert stats.summary()["fraction_dropped"] == 0
-
-
-@pytest.mark.parametrize("name", ROUTER_NAMES)
-def test_a_batch_of_padding_counts_nothing_but_its_positions(name):
-    padding, ids = torch.zeros(2, 3, dtype=torch.bool), torch.zeros(2, 3, dtype=torch.int64)
-    for factor in (1.25, None):
-        layer = build_layer(name, eval_capacity_factor=factor)
-        y, router = layer(tokens(2, 3, 7), padding, token_ids=ids)
-        assert torch.count_nonzero(y) == 0
-        for field in set(RouterStats._fields) - {"num_positions", "num_slots"}:
-            assert torch.count_nonzero(getattr(router.stats, field)) == 0, field
-        assert int(router.stats.num_positions) == 6
-        summary = router.stats.summary()
-        assert summary.pop("fraction_padding") == 1
-        assert summary.pop("dead_experts") == 5
-        assert set(summary.values()) == {0}
 
 
 def test_no_token_is_lost_in_a_long_run():

@@ -75,7 +75,7 @@ def expert_weights(model):
 
 
 @BITS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.floats(-1e3, 1e3, width=32), min_size=48, max_size=48), st.sampled_from([0.0, 1.0])
 )
@@ -158,6 +158,11 @@ def test_a_quantized_model_computes_and_answers_as_its_dequantized_one(quantizat
     torch.testing.assert_close(logits(quantized), logits(plain), rtol=1e-5, atol=1e-5)
     one = {"input_ids": torch.tensor([[5]]), "attention_mask": None, "labels": torch.tensor([[7]])}
     torch.testing.assert_close(logits(quantized, **one), logits(plain, **one), rtol=1e-5, atol=1e-5)
+    half = load(folder / f"q{quantization.bits}", dtype=torch.bfloat16)
+    assert all(weight.scale.dtype == torch.bfloat16 for weight in expert_weights(half).values())
+    for changes in ({}, one):
+        wide = logits(plain, **changes)
+        assert (logits(half, **changes).float() - wide).norm() < 0.03 * wide.norm()
     inputs = tiny_batch()["input_ids"]
     answers = [model.generate(inputs, max_new_tokens=7) for model in (quantized, plain)]
     assert torch.equal(*answers)
@@ -172,23 +177,9 @@ def test_a_quantized_model_computes_and_answers_as_its_dequantized_one(quantizat
 
 
 @BITS
-def test_in_bfloat16_a_step_of_decoding_agrees_with_many_rows_to_rounding(quantization, folder):
-    model = load(folder / f"q{quantization.bits}", dtype=torch.bfloat16)
-    assert all(weight.scale.dtype == torch.bfloat16 for weight in expert_weights(model).values())
-    plain = load(folder / f"f{quantization.bits}")
-    for changes in (
-        {},
-        {"input_ids": torch.tensor([[5]]), "attention_mask": None, "labels": torch.tensor([[7]])},
-    ):
-        wide = logits(plain, **changes)
-        error = logits(model, **changes).float() - wide
-        assert error.norm() < 0.03 * wide.norm()
-
-
-@BITS
 def test_saving_what_was_loaded_writes_the_same_file(quantization, folder, tmp_path):
     source = folder / f"q{quantization.bits}"
-    model, info = load_with_info(source)
+    model, info = STMoEForConditionalGeneration.from_pretrained(source, output_loading_info=True)
     assert not any(info.values())
     model.save_pretrained(tmp_path)
     assert filecmp.cmp(source / "model.safetensors", tmp_path / "model.safetensors", shallow=False)
@@ -197,10 +188,6 @@ def test_saving_what_was_loaded_writes_the_same_file(quantization, folder, tmp_p
         model.config.expert_quantization
         == json.loads((tmp_path / "config.json").read_text())["expert_quantization"]
     )
-
-
-def load_with_info(folder):
-    return STMoEForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
 
 
 class LargestFloats(TorchDispatchMode):
@@ -297,17 +284,6 @@ def test_a_model_read_from_8_bits_trains_saves_and_converts_as_floats(folder, wh
         command.main(["--from", "x", "--to", "y", "--all", "--bits", "4"])
 
 
-def test_the_file_of_a_whole_model_in_8_bits_has_a_byte_for_each_weight(tmp_path):
-    layers = {"num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "num_experts": 32}
-    widths = {"vocab_size": 8000, "d_model": 96, "d_kv": 24, "d_ff": 192, "expert_d_ff": 128}
-    model = tiny_model(**widths, **layers, tie_word_embeddings=True)
-    (tmp_path / "small").mkdir()
-    model.save_pretrained(tmp_path / "float")
-    quantize_checkpoint(tmp_path / "float", tmp_path / "small", EIGHT, whole=True)
-    size = (tmp_path / "small/model.safetensors").stat().st_size
-    assert 1 < size / model.num_parameters() < 1.06
-
-
 # ---- adapters ----
 
 
@@ -387,9 +363,10 @@ def test_models_and_settings_that_cannot_be_quantized_are_refused(folder, tmp_pa
     tiny_model(**DENSE).save_pretrained(tmp_path / "dense")
     with pytest.raises(ConfigError, match="no experts to quantize"):
         quantize_checkpoint(tmp_path / "dense", tmp_path, EIGHT)
-    for group_size in (12, 1):
-        with pytest.raises(ConfigError, match=rf"group_size is {group_size}"):
-            quantize_checkpoint(folder / "float", tmp_path, Quantization(4, group_size))
+    with pytest.raises(
+        ConfigError, match=r"'group_size': 12\}; expected .* even divisor of d_model"
+    ):
+        quantize_checkpoint(folder / "float", tmp_path, Quantization(4, 12))
 
     # A file without scales, and one without a weight.
     shutil.copytree(folder / "q8", tmp_path / "torn")

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
-from moe.sparse.inputs import can_read_values
 from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
 from moe.sparse.router import Router, RouterInputs
 from moe.sparse.router_options import ROUTERS
@@ -62,7 +61,7 @@ class HashRouter(Router):
         """Returns scores that allow one expert for each token.
 
         Raises:
-            DataError: When there are no token ids, or one of a real token is negative.
+            DataError: When there are no token ids.
         """
         token_ids = inputs.token_ids
         if token_ids is None:
@@ -70,7 +69,6 @@ class HashRouter(Router):
                 "Router 'hash' needs the ids of the tokens, but the layer got none. Pass token_ids [B, L] beside the "
                 "tokens; a model does so when it is given input_ids, not inputs_embeds."
             )
-        _refuse_negative(token_ids, inputs.token_mask)
         num_experts = self.config.num_experts
         expert = hash_expert(token_ids, num_experts, self.options.seed)  # [G, S]
 
@@ -94,23 +92,6 @@ class HashRouter(Router):
     def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
         """Returns ones <float32>[G, S, K]."""
         return torch.ones_like(expert_index, dtype=scores.logits.dtype)
-
-
-def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
-    """Raises a DataError when the id <any integer>[G, S] of a real token is negative.
-
-    Only if ids can be read without waiting for a device.
-    """
-    if not can_read_values(token_ids):
-        return
-
-    # Padding may have any id.
-    ids = token_ids if token_mask is None else token_ids[token_mask]
-    if ids.numel() and ids.min() < 0:
-        raise DataError(
-            f"token_ids hold {ids.min().item()}; expected ids of a vocabulary, 0 or more. Give the ids of the tokens, "
-            "not labels, and mark padding in token_mask."
-        )
 
 
 def hash_expert(token_ids: Tensor, num_experts: int, seed: int) -> Tensor:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe.checks import check_number
@@ -14,7 +13,7 @@ from moe.sparse.router import Router
 from moe.sparse.router_options import ROUTERS
 from moe.sparse.routers.token_choice import select_experts
 
-Policy = Literal["argmax", "input_jitter", "input_dropout", "sample"]
+Policy = Literal["argmax", "input_jitter", "sample"]
 
 
 @dataclass(frozen=True)
@@ -22,23 +21,20 @@ class SwitchOptions:
     """Options of Switch routing; they act in training only, evaluation takes the best expert.
 
     Attributes:
-        policy: `argmax` takes the best expert; `input_jitter` and `input_dropout` disturb the
-            router's own copy of its input; `sample` draws the expert from the probabilities.
+        policy: `argmax` takes the best expert; `input_jitter` disturbs the router's own copy of
+            its input; `sample` draws the expert from the probabilities.
         jitter: Half-width of the factor U(1 - jitter, 1 + jitter) of each number.
-        input_dropout_rate: Share of the numbers that `input_dropout` sets to zero.
         temperature: Temperature of `sample`: above 1 explores more, towards 0 it is the best
             expert; at least 1e-6.
     """
 
     policy: Policy = "input_jitter"
     jitter: float = 1e-2
-    input_dropout_rate: float = 0.1
     temperature: float = 1.0
 
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when a value is out of range."""
-        for name in ("jitter", "input_dropout_rate"):
-            check_number(name, getattr(self, name), least=0, below=1)
+        check_number("jitter", self.jitter, least=0, below=1)
         check_number("temperature", self.temperature, least=1e-6, reason="'argmax' is its limit")
 
 
@@ -56,7 +52,7 @@ class SwitchRouter(Router):
     single: ClassVar[bool] = True
 
     def perturb(self, gate_input: Tensor) -> Tensor:
-        """Returns the gate's input, in training with jitter or dropout if the policy says so.
+        """Returns the gate's input, in training with jitter if the policy says so.
 
         Args:
             gate_input: <float32>[G, S, D or 2D].
@@ -64,18 +60,13 @@ class SwitchRouter(Router):
         Returns:
             <float32>[G, S, D or 2D].
         """
-        options = self.options
-        if not self.training:
+        if not self.training or self.options.policy != "input_jitter":
             return gate_input
 
-        # Each number of the input is multiplied with a number near 1, or dropped.
-        if options.policy == "input_jitter":
-            low = 1 - options.jitter
-            high = 1 + options.jitter
-            return gate_input * torch.empty_like(gate_input).uniform_(low, high)
-        if options.policy == "input_dropout":
-            return F.dropout(gate_input, options.input_dropout_rate)
-        return gate_input
+        # Each number of the input is multiplied with a number near 1.
+        low = 1 - self.options.jitter
+        high = 1 + self.options.jitter
+        return gate_input * torch.empty_like(gate_input).uniform_(low, high)
 
     def assign(
         self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
