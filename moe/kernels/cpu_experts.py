@@ -126,8 +126,6 @@ def fused_feed_forward(
     inputs = (tokens, rows.weight, *weights)
     needs_graph = any(x is not None and x.requires_grad for x in inputs)
     if torch.is_grad_enabled() and needs_graph:
-        if late is not None:
-            late.use()
         return _FusedFeedForward.apply(*inputs, rows, form, late)
 
     # A node that keeps nothing would cost a step of decoding as much as its gather and its sum.

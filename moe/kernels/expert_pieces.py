@@ -53,32 +53,16 @@ def split_rows(counts: list[int], most: int) -> list[Piece]:
     return sorted(pieces, key=attrgetter("num_rows"), reverse=True)
 
 
-class _Queue:
-    """The pieces that no worker has started."""
-
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces = deque(pieces)
-        self._lock = threading.Lock()
-
-    def take(self) -> Piece | None:
-        with self._lock:
-            return self._pieces.popleft() if self._pieces else None
-
-    def clear(self) -> None:
-        with self._lock:
-            self._pieces.clear()
-
-
 def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
     """Runs all pieces, as many at once as torch has threads, each of them on one core.
 
     After an error or Ctrl-C no new piece starts, and none is running when the error is raised.
     """
-    queue = _Queue(pieces)
+    queue = deque(pieces)
 
     def work() -> None:
         try:
-            while (piece := queue.take()) is not None:
+            while (piece := _take(queue)) is not None:
                 run(piece)
         except BaseException:
             queue.clear()
@@ -110,6 +94,14 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
         # An error, its frame and the jobs would hold each other, and with them the workers.
         job = None
         jobs.clear()
+
+
+def _take(queue: deque[Piece]) -> Piece | None:
+    """Returns a piece that no worker has started; two workers never get the same one."""
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
 
 
 @functools.lru_cache(maxsize=4)

@@ -31,12 +31,6 @@ class LateGradients:
 
     def __init__(self) -> None:
         self._compute: ComputeGradients | None = None
-        self._is_used = False
-
-    def use(self) -> None:
-        """Records that experts will leave gradients here, once."""
-        assert not self._is_used, "the gradients of one call would replace those of the other"
-        self._is_used = True
 
     def leave(self, compute: ComputeGradients, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
         """Has the gradients computed later.

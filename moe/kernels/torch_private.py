@@ -31,11 +31,6 @@ def is_in_functorch() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_jit_tracing() -> bool:
-    """Returns whether torch.jit.trace records; `torch.jit.is_tracing` is not documented either."""
-    return torch._C._is_tracing()
-
-
 def is_exporting() -> bool:
     """Returns whether torch.export traces.
 
@@ -48,10 +43,10 @@ def is_exporting() -> bool:
 def is_plain(*tensors: Tensor) -> bool:
     """Returns whether an operation of our own may take these tensors.
 
-    Compilers, tracers, transforms and tensor subclasses (shards, wrappers) support only operations
+    Compilers, transforms and tensor subclasses (shards, wrappers) support only operations
     that they know.
     """
-    if torch.compiler.is_compiling() or is_in_functorch() or is_jit_tracing():
+    if torch.compiler.is_compiling() or is_in_functorch():
         return False
     return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
 

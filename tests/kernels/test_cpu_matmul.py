@@ -29,7 +29,7 @@ def close(a, b):
     torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=5e-6 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("shape", [(1, 769), (2, 3, 769), (83, 769)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 769), (2, 43, 769)], ids=str)
 def test_a_large_product_and_its_gradients_are_those_of_float64(shape, library):
     x, weight = large(*shape).requires_grad_(), large(1031, 769, seed=1).requires_grad_()
     y = linear(x, weight)
@@ -51,7 +51,7 @@ def test_a_large_product_and_its_gradients_are_those_of_float64(shape, library):
 def test_products_of_any_number_of_rows_have_a_few_sizes_for_which_onednn_keeps_memory(library):
     x, weight = large(300, 131), large(103, 131, seed=1)
     with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
-        for number in range(65, 300):
+        for number in range(65, 300, 3):
             product = linear(x[:number], weight)
             assert product.shape == (number, 103)
             close(product[-1:], F.linear(x[number - 1 :][:1].double(), weight.double()))
@@ -127,13 +127,10 @@ def test_no_rows_small_products_and_a_single_vector_are_taken():
     assert torch.equal(linear(x, small), F.linear(x, small))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
-def test_torch_func_and_the_tracer_see_a_plain_product():
+def test_torch_func_sees_a_plain_product():
     x, weight = large(83, 131), large(103, 131, seed=1)
     gradient = torch.func.grad(lambda w: linear(x, w).sum())(weight)
     close(gradient, x.double().sum(dim=0).expand(103, 131))
-    traced = torch.jit.trace(lambda x: linear(x, weight), x)
-    close(traced(x), x.double() @ weight.double().t())
 
 
 @pytest.mark.parametrize("copies", [False, True])

@@ -1,6 +1,5 @@
 """Dropout's draws: their share, their independence, their gradient, and who draws them."""
 
-import itertools
 import math
 
 import pytest
@@ -8,13 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
 
-from moe.kernels.cpu_experts import fused_feed_forward, run_forward
 from moe.kernels.dropout import Dropout, draw_kept, dropout
-from moe.kernels.expert_weights import ExpertWeights
-from moe.kernels.hidden_units import ExpertForm
-from tests.sparse.expert_loop import expert_rows, form_of, problem, tiny
 
 NUM_ELEMENTS = 2**20
 
@@ -40,26 +34,11 @@ def test_rates_in_normal_use_take_sixteen_bits_an_element():
         assert torch.equal(kept, draws.int() + 2**15 >= round(rate * 2**16))
 
 
-def mean_of_units(rate, num_rows, d_ff):
-    """Returns the mean of hidden units of 1 after dropout in the experts' kernel of a CPU."""
-    rows = expert_rows([0] * num_rows, list(range(num_rows)), num_experts=1, num_tokens=num_rows)
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    weights = ExpertWeights(one.expand(1, d_ff, 1), one.expand(1, 1, d_ff), None)
-    form = ExpertForm("relu", gated=False, bias_kind="none", dropout_rate=rate)
-    tokens = one[0].expand(num_rows, 1)
-    rows = rows._replace(weight=tokens[:, 0])
-    return fused_feed_forward(tokens, rows, weights, form).mean() / d_ff
-
-
 @pytest.mark.parametrize("rate", [1e-5, 0.9999])
-@pytest.mark.parametrize("where", ["dense layer", "experts"])
-def test_the_mean_of_what_is_kept_is_right_at_extreme_rates(rate, where):
+def test_the_mean_of_what_is_kept_is_right_at_extreme_rates(rate):
     torch.manual_seed(0)
     num_elements = 2**22
-    if where == "dense layer":
-        mean = dropout(torch.ones(num_elements), rate).double().mean()
-    else:
-        mean = mean_of_units(rate, num_rows=2**11, d_ff=2**11)
+    mean = dropout(torch.ones(num_elements), rate).double().mean()
 
     # Of N units B(N, 1 - p) are kept, each worth 1 / (1 - p): the mean deviates by
     # sqrt(p / (N (1 - p))) from 1.
@@ -82,22 +61,6 @@ def test_every_bit_of_a_seed_counts(seed, others):
     correlation = signs @ signs.T / 2**14
     eye = torch.eye(len(masks), dtype=torch.float64)
     assert torch.allclose(correlation, eye, atol=7 / 2**7)
-
-
-def test_seeds_of_the_experts_that_differ_above_32_bits_drop_other_units():
-    inputs, rows = problem(tiny(d_ff=61), num_tokens=13, num_rows=23)
-    tokens, weight, first, down = [x.detach() for x in inputs]
-    rows = rows._replace(weight=weight)
-    form = form_of(tiny(), 0.5)
-    masks = []
-    for seed in (7, 7 + 2**32, 8):
-        weights = ExpertWeights(first, down, None)
-        _, values = run_forward(tokens, rows, weights, form, keep_products=True, seed=seed)
-        masks.append(values.kept_units)
-    for a, b in itertools.combinations(masks, 2):
-        # Two independent masks agree on half of their units.
-        share = (a == b).double().mean().item()
-        assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(a.numel())
 
 
 def test_elements_of_a_word_are_independent():
@@ -138,17 +101,6 @@ def test_gradients_of_gradients_are_right():
         return dropout(x, 0.5) ** 3
 
     assert torch.autograd.gradgradcheck(loss, x)
-
-
-def test_a_checkpoint_draws_the_same_again():
-    x = torch.randn(11, 5, requires_grad=True)
-    gradients = []
-    for with_checkpoint in (False, True):
-        torch.manual_seed(0)
-        run = lambda x: dropout(x, 0.4).square()  # noqa: E731
-        y = checkpoint(run, x, use_reentrant=False) if with_checkpoint else run(x)
-        gradients.append(torch.autograd.grad(y.sum(), x)[0])
-    assert torch.equal(*gradients)
 
 
 def test_nothing_is_drawn_where_nothing_is_dropped_and_all_is_dropped_at_rate_one():

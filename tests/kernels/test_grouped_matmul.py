@@ -79,14 +79,6 @@ def test_grouped_products_of_no_row_at_all_are_empty(size):
     assert torch.count_nonzero(d_weight) == 0
 
 
-def test_second_derivatives_of_grouped_products_are_refused():
-    weight, x = torch.randn(3, 12, 12, requires_grad=True), torch.randn(7, 12, requires_grad=True)
-    y = grouped_linear(x, weight, torch.tensor([3, 0, 4]))
-    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="gradients of gradients"):
-        gradient.sum().backward()
-
-
 class CountedProducts(TorchDispatchMode):
     """Counts the products of rows and weights inside the block."""
 

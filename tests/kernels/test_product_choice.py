@@ -6,7 +6,6 @@ import torch
 from moe import ConfigError
 from moe.kernels.product_choice import (
     CHOICE_VARIABLE,
-    LibraryByTokens,
     choose_products,
     copies_expert_gradient,
     fixed_choice,
@@ -52,11 +51,3 @@ def test_what_is_no_choice_is_refused(fresh, monkeypatch):
     monkeypatch.setenv(CHOICE_VARIABLE, "mkl")
     with pytest.raises(ConfigError, match=r"STMOE_PRODUCTS is 'mkl'; expected blas or onednn"):
         products_in_use()
-
-
-def test_one_few_and_many_tokens_have_their_own_library(fresh):
-    libraries = LibraryByTokens(one="onednn", few="blas", many="onednn")
-    use_products(fixed_choice("blas")._replace(weight_gradient=libraries))
-    chosen = {number: is_onednn_chosen("weight_gradient", number) for number in (1, 2, 3, 16, 17)}
-    assert chosen == {1: True, 2: True, 3: False, 16: False, 17: True}
-    assert not is_onednn_chosen("forward", 17)

@@ -10,6 +10,7 @@ from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_rows import combine_rows
 from moe.kernels.expert_weights import ExpertWeights
+from moe.kernels.grouped_matmul import grouped_linear
 from moe.kernels.late_gradients import pass_weights
 from tests.sparse.expert_loop import form_of, problem, run_loop, tiny
 from tests.sparse.layers import build_layer
@@ -81,18 +82,13 @@ def test_a_layer_of_static_dispatch_has_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], x)
 
 
-def test_rows_that_are_combined_refuse_gradients_of_gradients():
+def test_rows_that_are_combined_and_grouped_products_refuse_gradients_of_gradients():
     _, rows, _ = build_problem()
     outputs = torch.randn(23, 7, dtype=torch.float64, requires_grad=True)
-    loss = combine_rows(outputs, rows).sum()
-    (gradient,) = torch.autograd.grad(loss, rows.weight, create_graph=True)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        gradient.sum().backward()
-
-
-def test_two_calls_of_the_experts_cannot_leave_gradients_in_one_record():
-    inputs, rows, weights = build_problem()
-    weights, late = pass_weights(weights)
-    fused_feed_forward(inputs[0], rows, weights, FORM, late)
-    with pytest.raises(AssertionError, match="would replace those of the other"):
-        fused_feed_forward(inputs[0], rows, weights, FORM, late)
+    x = torch.randn(7, 12, requires_grad=True)
+    weight = torch.randn(3, 12, 12, requires_grad=True)
+    grouped = grouped_linear(x, weight, torch.tensor([3, 0, 4]))
+    for result, wanted in ((combine_rows(outputs, rows), rows.weight), (grouped, x)):
+        (gradient,) = torch.autograd.grad(result.sum(), wanted, create_graph=True)
+        with pytest.raises(RuntimeError, match=REFUSED):
+            gradient.sum().backward()

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe.kernels import torch_private
-from tests.sparse.by_hand import tokens
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has one library"
@@ -34,19 +33,6 @@ def test_without_it_a_product_inside_torch_func_would_have_no_gradient():
     torch.func.grad(function)(torch.ones(3))
     assert seen == [True]
     assert not torch_private.is_in_functorch()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
-def test_without_it_a_traced_product_would_be_a_constant():
-    seen = []
-
-    def function(x):
-        seen.append(torch_private.is_jit_tracing())
-        return x + 1
-
-    torch.jit.trace(function, torch.ones(3), check_trace=False)
-    assert seen[0]
-    assert not torch_private.is_jit_tracing()
 
 
 def test_without_it_a_compiled_layer_would_have_the_slots_of_an_exported_one():
@@ -79,49 +65,6 @@ def test_without_it_nothing_stops_logits_that_are_not_finite_on_an_accelerator()
     torch_private.assert_on_device(torch.tensor(True), "holds")
     with pytest.raises(RuntimeError, match="does not hold"):
         torch_private.assert_on_device(torch.tensor(False), "does not hold")
-
-
-def test_without_it_stacks_of_parameters_would_be_written_back_one_by_one():
-    targets = [torch.zeros(2, 3), torch.zeros(5)]
-    torch_private.copy_each(targets, [torch.ones(2, 3), torch.ones(5)])
-    assert all(target.all() for target in targets)
-
-
-def test_without_it_decoding_would_unpack_every_expert_of_8_bits():
-    x = torch.randn(3, 32).bfloat16()
-    codes = torch.randint(-127, 128, (7, 32), dtype=torch.int8)
-    scale = torch.rand(7).bfloat16()
-    product = torch_private.packed_int8_linear(x, codes, scale)
-    expected = (x.float() @ codes.float().t()) * scale.float()
-    torch.testing.assert_close(product.float(), expected, rtol=2**-7, atol=2**-4)
-
-
-def test_without_it_decoding_would_unpack_every_expert_of_4_bits():
-    x = torch.randn(3, 32).bfloat16()
-    codes = torch.randint(0, 16, (64, 32), dtype=torch.int32)
-    scales = torch.rand(1, 64, 2).bfloat16()
-    packed = torch_private.pack_int4(codes)
-    product = torch_private.packed_int4_linear(x, packed, 32, scales)
-    scale, zero = scales[0].float().split(1, dim=-1)
-    expected = x.float() @ ((codes - 8) * scale + zero).t()
-    torch.testing.assert_close(product.float(), expected, rtol=2**-6, atol=2**-3)
-
-
-def test_without_it_operations_on_lists_could_not_dequantize():
-    tree = torch_private.map_tensors(
-        torch.Tensor, torch.neg, [1, (torch.ones(3), {"x": torch.ones(2)})]
-    )
-    assert tree[0] == 1 and tree[1][0].sum() == -3 and tree[1][1]["x"].sum() == -2
-
-
-@needs_onednn
-def test_without_it_large_products_of_a_cpu_take_the_slower_library():
-    x = tokens(67, 131).float()
-    weight = tokens(103, 131, seed=2).float()
-    expected = x.double() @ weight.double().t()
-    torch.testing.assert_close(
-        torch_private.onednn_linear(x, weight).double(), expected, rtol=0, atol=1e-4
-    )
 
 
 @needs_onednn
