@@ -250,7 +250,9 @@ class SparseConfig:
 def _check_quantization(quantization: Any, d_model: int, d_ff: int) -> None:
     """Raises a ConfigError unless the experts' weights can be quantized so."""
     is_known = quantization == {"bits": 8}
-    group_size = quantization.get("group_size") if isinstance(quantization, Mapping) else None
+    group_size: Any = None
+    if isinstance(quantization, Mapping):
+        group_size = quantization.get("group_size")
     if is_kind(group_size, int) and group_size > 1:
         divides = group_size % 2 == d_model % group_size == d_ff % group_size == 0
         is_known = divides and quantization == {"bits": 4, "group_size": group_size}

@@ -7,7 +7,6 @@ from moe import STMoEForConditionalGeneration
 from moe.convert.formats import convert_checkpoint
 from moe.errors import ConfigError, DataError
 from moe.sparse.editing import sparse_layers
-from moe.surgery.alignment import aligned_units
 from moe.surgery.dense_student import (
     dense_obstacles,
     dense_student_checkpoint,
@@ -53,16 +52,6 @@ def test_from_dense_to_sparse_and_back_is_the_identity(tmp_path, granularity, fi
         assert student.state_dict().keys() == dense.state_dict().keys()
         (tmp_path / "t5").mkdir()
         convert_checkpoint(tmp_path / "sparse_best", tmp_path / "t5", form="t5")
-
-
-def test_an_aligned_expert_computes_the_same_and_a_permutation_is_found_again():
-    torch.manual_seed(0)
-    up, down = torch.randn(2, 31, 7), torch.randn(7, 31)
-    order = torch.randperm(31)
-    shuffled = up[:, order], down[:, order]
-    found = aligned_units(*shuffled, up, down)
-    assert torch.equal(shuffled[0][:, found], up)
-    assert torch.equal(order[found], torch.arange(31))
 
 
 def test_the_aligned_mean_of_shuffled_experts_is_the_teacher_where_the_mean_is_not(tmp_path):

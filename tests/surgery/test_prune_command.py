@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
-from moe.commands import finetune, prune
+from moe.commands import prune
 from moe.errors import ConfigError
 from moe.sparse.editing import sparse_layers
 from tests.training.tiny_run import MODEL, write_inputs
@@ -61,34 +61,10 @@ def test_a_budget_leaves_layers_of_different_sizes(inputs, tmp_path):
     assert sorted(numbers) == [3, 4]
 
 
-@pytest.mark.slow
-def test_between_windows_of_finetuning_experts_of_little_use_are_removed(inputs, tmp_path):
-    pairs = tmp_path / "pairs.jsonl"
-    lines = [{"inputs": f"ba ko mi {n}", "targets": "ter lan"} for n in range(24)]
-    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def tune(start, out):
-        words = ["--config", inputs["finetune.yaml"], "--pretrained", start, "--train", pairs]
-        finetune.main([str(word) for word in (*words, "--out", out, "--training.steps", 3)])
-        return out / "model"
-
-    model = tune(inputs["model"], tmp_path / "a")
-    rule = ["--score", "frequency", "--budget", 7, "--floor", 2]
-    words = ["--from", model, "--to", tmp_path / "pruned", "--pairs", pairs, *rule]
-    prune.main([str(word) for word in words])
-    smaller = STMoEConfig.from_pretrained(tmp_path / "pruned")
-    numbers = smaller.layer_experts(decoder=False) + smaller.layer_experts(decoder=True)
-    assert sum(numbers) == 7
-
-    again = STMoEForConditionalGeneration.from_pretrained(tune(tmp_path / "pruned", tmp_path / "b"))
-    assert [layer.config.num_experts for layer in sparse_layers(again).values()] == numbers
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ([], "--keep --budget is required"),
-        (["--keep", 3, "--budget", 6], "--budget"),
         (["--keep", 1], "would keep 1 of 4 experts, and each token chooses 2"),
     ],
 )

