@@ -78,3 +78,7 @@ def test_sentinels_are_set_beside_all_tokens_in_each_layer_of_both_stacks():
     assert [row["sentinel_tokens"] for row in rows] == [4] * 3
     assert rows[0]["all_tokens"].value == rows[0]["even"] == math.log(5)
     assert rows[2]["all_tokens"].value == 0
+
+    # A stack without sparse layers has no row.
+    (row,) = sentinel_entropies(a_trace(encoder._replace(layers=(even,))), tokenizer)
+    assert row["layer"] == "encoder 1"

@@ -159,14 +159,6 @@ def test_an_ablation_is_kept_and_shown(folder, trace, tmp_path, capsys):
         run("view", "--trace", other, "--ablation", out, "--out", page)
 
 
-def test_few_documents_have_no_p_values(folder, tmp_path, capsys):
-    text = tmp_path / "one.txt"
-    text.write_text("This is a text of some words, and of some more words. " * 20)
-    run("record", "--model", folder / "model", "--text", text, "--out", tmp_path / "trace")
-    run("view", "--trace", tmp_path / "trace", "--out", tmp_path / "view.html")
-    assert "The text has 1 documents; p-values" in capsys.readouterr().out
-
-
 def test_what_a_tokenizer_adds_to_texts_does_not_make_it_another_one(folder):
     tokenizer, other = (load_tokenizer(folder / "model") for _ in range(2))
     names = ("<extra_id_0>", "</s>")

@@ -295,15 +295,6 @@ def test_a_notebook_shows_the_whole_page_in_a_frame(trace):
     assert attributes["sandbox"] == "allow-scripts"
 
 
-def test_it_is_saved_whole_and_only_as_a_page(trace, tmp_path):
-    view = routing_view(trace, tiny_tokenizer())
-    path = view.save(tmp_path / "new" / "a.html")
-    assert path.read_text(encoding="utf-8") == view.html
-    assert [entry.name for entry in path.parent.iterdir()] == ["a.html"]
-    with pytest.raises(ConfigError, match=r"path is .*a\.txt; expected a file that ends in \.html"):
-        view.save(tmp_path / "a.txt")
-
-
 # ---------------------------------------------------------------------------
 # Size
 
@@ -339,8 +330,6 @@ def test_of_an_example_that_is_too_long_the_start_is_shown(trace):
 def test_a_size_that_nothing_fits_in_is_refused(trace):
     with pytest.raises(DataError, match=r"is limited to 2,000 bytes, but its tables alone take"):
         view_of(trace, most_bytes=2000)
-    with pytest.raises(ConfigError, match="most_bytes is 0; expected an integer of at least 1"):
-        view_of(trace, most_bytes=0)
 
 
 # ---------------------------------------------------------------------------

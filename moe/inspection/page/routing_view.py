@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from moe.checks import check_integer
 from moe.errors import DataError
 from moe.files import output_path, write_text
 from moe.inspection.figures import COLOURS
@@ -116,7 +115,6 @@ def routing_view(
             start of one example fits.
     """
     # Reject invalid arguments before building anything.
-    check_integer("most_bytes", most_bytes, least=1)
     if not trace.layers:
         raise DataError(
             "The trace has no sparse layer, so there is no routing to show. Trace a model that has experts."
