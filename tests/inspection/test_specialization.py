@@ -127,6 +127,13 @@ def test_documents_of_equal_length_are_exchanged_as_a_whole():
     assert (stack.position.numpy()[source] == stack.position.numpy()).all()
 
 
+def test_documents_are_exchanged_with_those_of_similar_length():
+    stack = a_stack([3, 11] * 20)
+    source = DocumentShuffle(stack.example, stack.example).draw(np.random.default_rng(0))
+    is_long = stack.example.numpy() % 2
+    assert (is_long[source] == is_long).all()
+
+
 def test_documents_of_any_length_and_of_several_examples_keep_their_places():
     generator = np.random.default_rng(0)
     lengths = generator.integers(1, 9, 60)
