@@ -164,12 +164,3 @@ class STMoEOutput(ModelOutput):
     router_z_loss: Tensor | None = None
     encoder_router_outputs: RouterRecords | None = None
     decoder_router_outputs: RouterRecords | None = None
-
-    @property
-    def router_logits(self) -> tuple[Tensor, ...] | None:
-        """The routers' logits of all sparse layers, the encoder's first; see the two fields."""
-        encoder_logits = self.encoder_router_logits
-        decoder_logits = self.decoder_router_logits
-        if encoder_logits is None and decoder_logits is None:
-            return None
-        return (*(encoder_logits or ()), *(decoder_logits or ()))
