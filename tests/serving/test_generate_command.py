@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 from datetime import date
 from functools import partial
@@ -92,7 +93,11 @@ def test_ranks_write_the_file_of_one_process(folder, tmp_path):
     out = tmp_path / "ranks.jsonl"
     with pytest.raises(ConfigError, match="ep"):
         run(folder, tmp_path / "one.jsonl", "--ep", 2)
-    ended = start_torchrun(2, "stmoe", "generate", *arguments(folder, out, "--ep", 2)).finish()
+    # They continue what one process has begun.
+    out.write_bytes(whole[: len(whole) // 3])
+    shutil.copy(folder / "whole.jsonl.settings.json", tmp_path / "ranks.jsonl.settings.json")
+    words = arguments(folder, out, "--ep", 2, "--resume")
+    ended = start_torchrun(2, "stmoe", "generate", *words).finish()
     assert ended.returncode == 0, ended.stderr
     assert out.read_bytes() == whole
 
