@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import re
 import shutil
+import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -86,7 +87,8 @@ class Setting(NamedTuple):
         return str in self._parts() and not self.is_mapping
 
     def _parts(self) -> tuple[Any, ...]:
-        return (self.type, *typing.get_args(self.type))
+        is_union = typing.get_origin(self.type) in (types.UnionType, typing.Union)
+        return typing.get_args(self.type) if is_union else (self.type,)
 
 
 def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
