@@ -17,7 +17,7 @@ from moe.errors import CheckpointError, ConfigError
 from moe.files import kind_of
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.training.recipe import FinetuneRecipe, MixtureRecipe
+from moe.training.recipe import FinetuneRecipe
 
 R = TypeVar("R", bound=FinetuneRecipe)
 
@@ -62,7 +62,7 @@ def choose_data(recipe: R, task: str | None, train: Path | None, typed: Collecti
         typed: Names of the settings on the command line; they override the recipe's.
 
     Raises:
-        ConfigError: When there is not exactly one source of data, or a setting has no effect.
+        ConfigError: When there is not exactly one source of data.
     """
     # Data given on the command line override the recipe's.
     options = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
@@ -74,22 +74,13 @@ def choose_data(recipe: R, task: str | None, train: Path | None, typed: Collecti
             f"{sources} given to train on; expected one of --task, --train and mixture.tasks."
         )
 
-    # Pairs of texts are not a task: other settings of a mixture have no effect.
+    mixture = recipe.mixture
     if chosen == ["train"]:
-        idle = sorted(
-            name for name in typed if name.startswith("mixture.") and name != _DEV_EXAMPLES
-        )
-        if idle:
-            raise ConfigError(
-                f"{', '.join(idle)} would change nothing: {train} is not a task. Leave it out."
-            )
-        dev_examples = recipe.mixture.dev_examples if _DEV_EXAMPLES in typed else SCORED_PAIRS
-        return dataclasses.replace(recipe, mixture=MixtureRecipe(dev_examples=dev_examples))
-
-    tasks = recipe.mixture.tasks
-    if task is not None and chosen == ["task"]:
-        tasks = [task]
-    return dataclasses.replace(recipe, mixture=dataclasses.replace(recipe.mixture, tasks=tasks))
+        dev_examples = mixture.dev_examples if _DEV_EXAMPLES in typed else SCORED_PAIRS
+        mixture = dataclasses.replace(mixture, tasks=[], dev_examples=dev_examples)
+    elif chosen == ["task"]:
+        mixture = dataclasses.replace(mixture, tasks=[task])
+    return dataclasses.replace(recipe, mixture=mixture)
 
 
 def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
@@ -102,26 +93,18 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
         ConfigError: When a capacity factor has no effect because of the model's absolute capacity,
             or neither folder nor recipe gives the architecture.
     """
-    has_only_tokenizer = kind_of(folder) == TOKENIZER
-    if recipe.init == "scratch" and has_only_tokenizer:
+    if kind_of(folder) == TOKENIZER:
+        if recipe.init != "scratch":
+            raise CheckpointError(
+                f"{folder} holds a tokenizer and no model. Give --init scratch for fresh weights, or a model's folder."
+            )
         if "d_model" not in recipe.model:
             raise ConfigError(
                 f"{folder} holds a tokenizer and no model, so the recipe must give the architecture, but model.d_model "
                 "is missing. Choose a recipe such as names, or a folder with a model."
             )
         return STMoEConfig(**recipe.model, vocab_size=len(load_tokenizer(folder)))
-    try:
-        check_model_folder(folder)
-    except CheckpointError as error:
-        if has_only_tokenizer:
-            raise CheckpointError(
-                f"{folder} holds a tokenizer and no model. Give --init scratch for fresh weights, or a model's folder."
-            ) from None
-        raise CheckpointError(
-            f"{error} To get a model, pre-train one (stmoe pretrain --config st_moe_tiny_pretrain --out "
-            f"{folder.parent} leaves it in {folder.parent}/model), or convert a published one (stmoe convert --from "
-            f"google/switch-base-8 --to {folder}) and fine-tune it with --optimizer_state reset."
-        ) from None
+    check_model_folder(folder)
 
     # With a capacity in slots, from the model or the recipe, a factor has no effect.
     config = STMoEConfig.from_pretrained(folder)
