@@ -99,11 +99,14 @@ def test_damaged_checkpoints_do_not_count_among_those_that_stay(two_checkpoints,
     shutil.copytree(two_checkpoints, folder)
     shorten(folder / "step_00000020" / "__0_0.distcp")
 
-    save_at(folder, 15, keep=2)  # with checkpoints more often than before
-    assert names_below(folder) == ["step_00000010", "step_00000015", "step_00000020"]
+    save_at(folder, 30, keep=2)
+    assert names_below(folder) == ["step_00000010", "step_00000020", "step_00000030"]
 
-    save_at(folder, 20, 25, keep=2)
-    assert names_below(folder) == ["step_00000020", "step_00000025"]
+    save_at(folder, 15, keep=1)  # with checkpoints more often than before
+    assert names_below(folder) == ["step_00000015", "step_00000020", "step_00000030"]
+
+    save_at(folder, 40, keep=2)
+    assert names_below(folder) == ["step_00000030", "step_00000040"]
 
 
 def test_what_is_no_checkpoint_is_never_removed(tmp_path):
