@@ -57,9 +57,7 @@ def test_help_is_a_page_and_a_half_and_all_of_it_is_in_help_all(verb, capsys):
     everything = help_of(verb, "--help-all", capsys)
     assert options_of(short) < options_of(everything)
     assert short.count("\n") < (80 if verb in ("plan", "network") else 60)
-    assert (
-        f"all {len(options_of(everything) - {'help', 'print_config', 'config'})} options" in short
-    )
+    assert f"stmoe {verb} --help-all explains all options" in short
     assert "\b" not in everything
     for text in (short, everything):
         assert text.startswith(f"usage: stmoe {verb} ")
