@@ -21,7 +21,6 @@ from transformers import EncoderDecoderCache, StaticCache
 from moe import STMoEConfig
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
-from moe.sparse import dispatch
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from moe.training.step import train_step
 from tests.models.tiny import checkpointed, tiny_batch, tiny_model
@@ -97,17 +96,6 @@ def run_layers() -> None:
         assert x.grad is not None and x.grad.device.type == DEVICE
 
 
-def run_counted_rows() -> None:
-    """Runs a layer on rows that are counted first, as a CPU has them: that must be seen."""
-    layer = build_layer(d_model=16, d_ff=32)
-    dispatch.local_row_dispatcher.__globals__["sort_choices"] = dispatch.sort_rows
-    with FakeTensorMode():
-        layer = to_fake(layer)
-        x = torch.randn(2, 13, 16, device=DEVICE, dtype=torch.bfloat16)
-        with NoSynchronisation():
-            layer(x)
-
-
 def run_training_steps() -> None:
     """Runs updates of a model with every optimizer of ours, in float32 under autocast.
 
@@ -165,7 +153,6 @@ def run_decoding() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "layers": run_layers,
-    "counted_rows": run_counted_rows,
     "training_steps": run_training_steps,
     "decoding": run_decoding,
 }

@@ -36,12 +36,6 @@ def test_no_host_waits_for_a_device():
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.slow
-def test_rows_that_are_counted_first_would_be_seen():
-    ended = run_command("tests.on_fake_gpu", "counted_rows")
-    assert "WaitsError: aten.nonzero.default waits for the device" in ended.stderr
-
-
 @pytest.mark.parametrize(
     "wait",
     [
