@@ -57,12 +57,9 @@ def load_optimizer_state(
     _check_settings(path, name)
 
     # State of parameters that are frozen now stays in the file.
-    parameters = dict(model.named_parameters())
-    saved: dict[str, tuple[int, ...]] = {}
-    for key, shape in read_shapes(path).items():
-        parameter = parameters.get(parameter_of(key))
-        if parameter is not None and parameter.requires_grad:
-            saved[key] = shape
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    shapes = read_shapes(path)
+    saved = {key: shape for key, shape in shapes.items() if parameter_of(key) in trained}
     if not saved:
         raise CheckpointError(
             f"{path} has no optimizer state of any parameter that trains now. Train others, {_ADVICE}"

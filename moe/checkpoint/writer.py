@@ -208,13 +208,9 @@ def load_checkpoint(
             f"{path} is damaged: {damage}. Resume from another checkpoint, or restore it from a copy."
         )
 
-    saved_weights: dict[str, tuple[int, ...]] = {}
-    saved_state: dict[str, tuple[int, ...]] = {}
-    for name, shape in read_shapes(path).items():
-        if name.startswith(OPTIMIZER):
-            saved_state[name] = shape
-        else:
-            saved_weights[name] = shape
+    shapes = read_shapes(path)
+    saved_state = {name: shape for name, shape in shapes.items() if name.startswith(OPTIMIZER)}
+    saved_weights = {name: shape for name, shape in shapes.items() if name not in saved_state}
 
     # Names and shapes are checked before the first number is read.
     weights = model_tensors(model, layouts)
