@@ -35,17 +35,18 @@ def test_a_model_that_is_worse_than_the_unigram_entropy_of_a_long_text_is_warned
 
 
 def test_top_tokens_and_lift_by_hand():
-    counts = torch.tensor([[30, 10], [0, 40], [10, 10], [1, 0]])
+    counts = torch.tensor([[30, 10], [0, 40], [10, 10], [1, 0], [10, 0]])
     most = top_tokens(counts, 0)
     counted = [(entry.token, entry.occurrences, entry.seen) for entry in most]
-    assert counted == [(0, 30, 40), (2, 10, 20), (3, 1, 1)]
+    assert counted == [(0, 30, 40), (2, 10, 20), (4, 10, 10), (3, 1, 1)]
 
-    # Of all 101 tokens expert 0 gets 41 and expert 1 gets 60. Token 3, seen once, is preferred by
-    # nobody.
+    # Of all 111 tokens expert 0 gets 51 and expert 1 gets 60. Token 3, seen once, is preferred by
+    # nobody; ten occurrences are enough.
     preferred = top_tokens(counts, 0, preferred=True)
-    assert [entry.token for entry in preferred] == [0, 2]
-    assert preferred[0].lift == pytest.approx((30 + 20 * 41 / 101) / (40 + 20) / (41 / 101))
-    assert preferred[1].lift == pytest.approx((10 + 20 * 41 / 101) / (20 + 20) / (41 / 101))
+    assert [entry.token for entry in preferred] == [0, 4, 2]
+    share = 51 / 111
+    expected = [(30 + 20 * share) / 60, (10 + 20 * share) / 30, (10 + 20 * share) / 40]
+    assert [share * entry.lift for entry in preferred] == pytest.approx(expected)
     assert [entry.token for entry in top_tokens(counts, 1, preferred=True)] == [1]
 
 
