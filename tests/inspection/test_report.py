@@ -70,6 +70,13 @@ def test_a_page_on_pairs_opens_with_the_kinds_of_text_by_expert(inputs, tmp_path
     _, first, *_ = out.read_text(encoding="utf-8").split("<section")
     assert first.index("Spanish") < first.index("Italian") < first.index("Russian")
     assert first.count("Romance") == first.count("Slavic") == 1
+
+    # The kinds of an expert's tokens are all of them.
+    shares = Counter()
+    for expert, share in re.findall(r"<title>expert (\d+): (\d+) %", first):
+        shares[expert] += int(share)
+    assert any(shares.values())
+    assert all(total == 0 or abs(total - 100) < 2 for total in shares.values())
     sentence = "Mutual information of kind of text and expert"
     assert sentence in first and sentence in capsys.readouterr().out
 

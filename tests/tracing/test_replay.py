@@ -132,7 +132,7 @@ def test_other_inputs_are_refused():
     model = build_model()
     trace = record_routing(model, traced_batches([BATCH]))
     inputs = {name: value for name, value in BATCH.items() if name != "labels"}
-    longer = torch.nn.functional.pad(BATCH["labels"].clamp(min=3), (0, 2), value=7)
+    longer = torch.nn.functional.pad(BATCH["labels"].clamp(min=3), (0, 1), value=7)
     embedded = {**BATCH, "inputs_embeds": model.get_input_embeddings()(BATCH["input_ids"])}
     del embedded["input_ids"]
     for batch, message in (
