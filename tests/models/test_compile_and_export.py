@@ -14,7 +14,9 @@ from transformers.exporters.utils import decompose_prefill_decode
 
 from tests.models.tiny import checkpointed, tiny_batch, tiny_model
 
-SMALL = {"num_layers": 1, "num_decoder_layers": 1, "dispatch": "static"}
+LAYERS = {"num_layers": 1, "num_decoder_layers": 1}
+SMALL = {**LAYERS, "num_sparse_decoder_layers": 0, "dispatch": "static"}
+SPARSE_DECODER = {**LAYERS, "num_sparse_encoder_layers": 0}
 pytestmark = [  # of torch's own tracing
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*"),
     pytest.mark.filterwarnings(
@@ -55,13 +57,8 @@ def test_the_default_dispatch_breaks_no_graph_and_keeps_every_bit_of_the_loss():
 
     Gradients begin with that of the loss, whose terms a compiled graph adds in another order.
     """
-    model = tiny_model(
-        num_layers=1,
-        num_decoder_layers=1,
-        num_sparse_decoder_layers=0,
-        expert_dropout_rate=0.3,
-        capacity_factor=0.7,
-    ).train()
+    fields = {**SMALL, "dispatch": "ragged", "expert_dropout_rate": 0.3, "capacity_factor": 0.7}
+    model = tiny_model(**fields).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     results = []
     for run in (model, compiled):
@@ -86,7 +83,7 @@ def test_a_compiled_model_returns_all_that_is_asked_for():
 @pytest.mark.slow
 @torch.no_grad()
 def test_decoding_through_a_static_cache_compiles_once():
-    model, batch = tiny_model(**SMALL), tiny_batch()
+    model, batch = tiny_model(**SPARSE_DECODER, dispatch="static"), tiny_batch()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     graphs = torch._dynamo.utils.counters["stats"]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -154,7 +151,7 @@ def test_batch_and_lengths_of_an_exported_model_may_vary():
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:`treespec.children_specs` is deprecated:FutureWarning")
 def test_transformers_own_exporter_takes_both_stages_of_a_sparse_models_generation():
-    model = tiny_model(num_layers=1, num_decoder_layers=1)
+    model = tiny_model(**SPARSE_DECODER)
     inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
     for stage, given in decompose_prefill_decode(model, inputs).values():
         expected = stage(**copy.deepcopy(given)).logits
