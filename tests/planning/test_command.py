@@ -9,27 +9,16 @@ import pytest
 from moe.commands.plan import main
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
-from moe.models.configuration import STMoEConfig
 from moe.planning.plan import BYTES_PER_SECOND, seconds_of, suggest
 from moe.planning.table import parse_bytes, show_bytes
 from moe.planning.traffic import Transfer
 from moe.planning.workload import Workload
+from tests.models.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "recipes" / "st_moe_tiny_pretrain.yaml")]
 SMALL_GROUPS = ["--model.group_size", "64"]
-SIZES = {
-    "vocab_size": 131,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 128,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_experts": 8,
-    "num_sparse_encoder_layers": 1,
-    "num_sparse_decoder_layers": 1,
-    "group_size": 64,
-}
+SIZES = {"d_ff": 32, "num_heads": 4, "num_experts": 8, "group_size": 64}
 WORK = Workload(batch_size=32, inputs_length=64, targets_length=16)
 
 
@@ -88,7 +77,7 @@ def test_what_cannot_be_planned_is_refused(argv, message):
 
 
 def test_meshes_that_fit_come_first_and_then_those_that_send_least():
-    config = STMoEConfig(**SIZES)
+    config = tiny_model(**SIZES).config
     every = suggest(config, WORK, 8, memory=2**50)
     assert [plan.seconds for plan in every] == sorted(plan.seconds for plan in every)
     assert all(plan.mesh.num_ranks == 8 for plan in every)
@@ -100,7 +89,7 @@ def test_meshes_that_fit_come_first_and_then_those_that_send_least():
 
 
 def test_a_suggestion_splits_a_batch_that_is_too_large_for_memory():
-    config = STMoEConfig(**{**SIZES, "group_size": 16})
+    config = tiny_model(**{**SIZES, "group_size": 16}).config
     whole = suggest(config, WORK, 4, memory=2**50)
     assert all(plan.workload.num_passes(plan.mesh) == 1 for plan in whole)
     split = suggest(config, WORK, 4, memory=whole[0].memory - whole[0].activations.total // 2)
