@@ -18,9 +18,11 @@ EOS, V = 1, 7
 
 
 def random_logits(prefix, seed):
-    """The logits after a prefix: a table drawn for each."""
+    """The logits after a prefix: a table drawn for each, in which the end is likelier than others."""
     generator = torch.Generator().manual_seed(hash((seed, *prefix)) % 2**31)
-    return torch.randn(V, generator=generator) * (1 + seed % 3)
+    logits = torch.randn(V, generator=generator) * (1 + seed % 3)
+    logits[EOS] += 1
+    return logits
 
 
 def search(logits_of, num_inputs, **options):
@@ -69,14 +71,16 @@ def mesh_tensorflow(logits_of, *, num_beams, alpha, max_tokens):
     return (finished or alive)[0][::-1]
 
 
-@pytest.mark.parametrize(("num_beams", "alpha"), [(2, 0.0), (2, 0.6), (3, 1.3), (4, 0.6)])
+@pytest.mark.parametrize(("num_beams", "alpha"), [(2, 0.0), (2, 2.0), (3, 1.3), (4, 0.6)])
 def test_beams_end_where_mesh_tensorflows_loop_ends(num_beams, alpha):
-    options = {"num_beams": num_beams, "alpha": alpha, "max_tokens": 5}
+    """Beside other inputs, whose search may be longer, and alone."""
+    options = {"num_beams": num_beams, "alpha": alpha, "max_tokens": 6}
     answers, scores = search(lambda row, ids: random_logits(ids, row), 31, **options)
-    expected = []
+    expected, alone = [], []
     for row in range(31):
         expected.append(mesh_tensorflow(lambda ids, row=row: random_logits(ids, row), **options))
-    assert answers == [ids for ids, _ in expected]
+        alone += search(lambda _, ids, row=row: random_logits(ids, row), 1, **options)[0]
+    assert answers == alone == [ids for ids, _ in expected]
     assert scores == pytest.approx([score for _, score in expected], abs=1e-5)
     assert len({len(ids) for ids in answers}) > 2
 
