@@ -86,10 +86,11 @@ def test_tokens_that_a_user_added_are_markers():
     backend.normalizer = normalizers.Replace(" ", "▁")
     named = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<turn>"]})
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<turn>", "<turn>!"]})
     text = "<bos>a<turn>b<eos>"
     raw = [byte + 9 for byte in b"<bos>ab<eos>"]
     turn = tokenizer.convert_tokens_to_ids("<turn>")
     assert text_ids(tokenizer, [text], markers=True) == [[*raw[:6], turn, *raw[6:]]]
+    assert text_ids(tokenizer, ["<turn>!"], markers=True) == [[turn + 1]], "the longer one"
     assert turn not in text_ids(tokenizer, [text])[0]
     assert not np.isin(text_ids(tokenizer, [text])[0], [0, 1, 2, 3]).any()
