@@ -75,13 +75,8 @@ def test_a_model_keeps_the_noise_of_its_pre_training_unless_it_starts_from_scrat
 
 
 def test_another_architecture_is_named(inputs, tmp_path):
-    for name, value, text in (
-        ("num_heads", "2", "is 2, the model has 4"),
-        ("feed_forward_proj", "relu", "is 'relu'"),
-        ("num_decoder_layers", "1", "is 1, the model has 2"),
-    ):
-        with pytest.raises(ConfigError, match=rf"model\.{name} {text}"):
-            go_on(inputs, tmp_path / "run", f"--model.{name}", value)
+    with pytest.raises(ConfigError, match=r"model\.num_heads is 2, the model has 4"):
+        go_on(inputs, tmp_path / "run", "--model.num_heads", "2")
     assert not (tmp_path / "run").exists()
 
 
@@ -111,16 +106,6 @@ def test_another_router_takes_the_weights_and_counts_from_zero(inputs, tmp_path)
     recipe = PretrainRecipe(model=MODEL)
     built = build_model(recipe, recipe.build_config(), "cpu", folder)
     assert not any(name.endswith("load_steps") for name in built.model.state_dict())
-
-
-def test_a_router_of_the_same_kind_needs_its_counts(inputs, tmp_path):
-    folder = inputs["run"] / "model"
-    model = STMoEForConditionalGeneration.from_pretrained(folder)
-    model.config.router = "bias_balanced"
-    model.save_pretrained(tmp_path)
-    recipe = PretrainRecipe(model={**MODEL, "router": "bias_balanced"})
-    with pytest.raises(CheckpointError, match="load_steps"):
-        build_model(recipe, recipe.build_config(), "cpu", tmp_path)
 
 
 def load_on_two_ranks(rank, num_ranks, model_folder):

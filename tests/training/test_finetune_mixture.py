@@ -19,7 +19,6 @@ from moe.checkpoint.best_model import best_and_last, score_model
 from moe.commands import finetune as finetune_command
 from moe.commands import pretrain
 from moe.data.mixture import build_source, choose_examples
-from moe.data.pipeline import PairSource
 from stmoe_eval.answers.data_ranks import SINGLE_PROCESS
 from stmoe_eval.dev_scores import read_tasks
 from tests.training.test_finetune_command import losses
@@ -264,24 +263,29 @@ def test_a_resumed_run_with_another_mixture_is_refused(inputs, straight):
             tune(inputs, straight, f"--mixture.{name}", "7", "--resume")
 
 
-def test_the_command_line_wins_over_the_recipe(inputs, tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(finetune_command, "train", lambda run, **_: made.append(run))
+@pytest.fixture
+def built_runs(monkeypatch):
+    """Runs that commands build, and do not train."""
+    runs = []
+    monkeypatch.setattr(finetune_command, "train", lambda run, **_: runs.append(run))
     monkeypatch.setattr(finetune_command, "write_summary", lambda *_: "")
     monkeypatch.setattr(finetune_command, "best_sentence", lambda *_: "")
+    return runs
+
+
+def test_the_command_line_wins_over_the_recipe(inputs, tmp_path, built_runs):
     (tmp_path / "pairs.jsonl").write_text('{"inputs": "ba", "targets": "ko"}\n')
     tune(inputs, tmp_path / "a", "--task", "last", "--seeds", "7", "--mixture.dev_examples", "5")
-    own = ("--train", tmp_path / "pairs.jsonl", "--mixture.train_examples", "3")
-    tune(inputs, tmp_path / "b", *own, "--seeds", "7")
-    assert [run.folder.parent.name for run in made] == ["a", "b"]
-    assert [run.recipe.mixture.tasks for run in made] == [["last"], []]
-    assert [run.recipe.mixture.dev_examples for run in made] == [5, 500]
-    assert made[1].recipe.mixture.train_examples == 3
-    assert isinstance(made[0].source, PairSource) and made[0].source.num_examples == SIZES["last"]
-    assert made[1].source.num_examples == 1 and made[1].dev is None
-    assert made[0].dev is not None and DEV > 5
+    tune(inputs, tmp_path / "b", "--train", tmp_path / "pairs.jsonl", "--seeds", "7")
+    task, pairs = built_runs
+    assert (task.folder.parent.name, pairs.folder.parent.name) == ("a", "b")
+    assert (task.recipe.mixture.tasks, pairs.recipe.mixture.tasks) == (["last"], [])
+    assert (task.recipe.mixture.dev_examples, pairs.recipe.mixture.dev_examples) == (5, 500)
+    assert (task.source.num_examples, pairs.source.num_examples) == (SIZES["last"], 1)
+    assert task.dev is not None and pairs.dev is None and DEV > 5
 
 
+@pytest.mark.usefixtures("built_runs")
 def test_each_seed_trains_on_its_own_subset_of_each_tasks_labels(
     inputs, tmp_path, monkeypatch, capsys
 ):
@@ -292,17 +296,10 @@ def test_each_seed_trains_on_its_own_subset_of_each_tasks_labels(
         return build_source(tasks, *arguments, **settings)
 
     monkeypatch.setattr(finetune_command, "build_source", build)
-    monkeypatch.setattr(finetune_command, "train", lambda run, **_: run.folder)
-    monkeypatch.setattr(finetune_command, "write_summary", lambda *_: "")
-    monkeypatch.setattr(finetune_command, "best_sentence", lambda *_: "")
     whole = read_tasks(["first", "rare"]).train
-    options = ["--mixture.tasks", "[first, rare]", "--mixture.train_examples", "11"]
-    tune(inputs, tmp_path / "a", *options)
-    for seed, tasks in zip((3, 5), made, strict=True):
-        assert tasks["first"] == choose_examples(whole["first"], 11, seed)
-        assert tasks["rare"] == whole["rare"]
-        assert len(tasks["first"]) == 11
+    tune(inputs, tmp_path, "--mixture.tasks", "[first, rare]", "--mixture.train_examples", "11")
     printed = capsys.readouterr().out
-    for seed in (3, 5):
+    for seed, tasks in zip((3, 5), made, strict=True):
+        assert tasks == {**whole, "first": choose_examples(whole["first"], 11, seed)}
         assert f"first: 11 of 101 training examples (seed {seed})." in printed
     assert "rare: all 5 training examples (11 were asked for)." in printed
