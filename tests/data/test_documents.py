@@ -8,7 +8,7 @@ from moe.errors import DataError
 
 def test_a_text_file_is_one_document_with_blank_lines_between_paragraphs(tmp_path):
     path = tmp_path / "book.txt"
-    path.write_bytes(b"\xef\xbb\xbfOne  line\r\nand the next.\r\n \t\r\n\r\n\r\nNew paragraph.\r\n")
+    path.write_bytes(b"\xef\xbb\xbfOne  line\r\nand the next.\r\n \t\r\nNew paragraph.\r\n")
     assert read_files([path]) == [
         Document("One line and the next.\n\nNew paragraph.", "book.txt", "book", OWN_LICENCE)
     ]

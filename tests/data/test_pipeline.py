@@ -52,6 +52,8 @@ def test_every_epoch_has_each_chunk_of_the_text_once_corrupted_anew():
     )
     changed = [one != other for (_, one), (_, other) in zip(first, second, strict=True)]
     assert sum(changed) > NUM_CHUNKS // 2
+    masks = [source(batch_size=NUM_CHUNKS).masked_text(epoch)[1] for epoch in range(2)]
+    assert (masks[0] != masks[1]).any()
 
 
 def test_a_batch_depends_on_the_step_alone():

@@ -186,6 +186,7 @@ def test_columns_have_other_names_on_request(tmp_path):
     ("name", "content", "message"),
     [
         ("a.csv", b"inputs,targets\na,b\nc\n", r"a\.csv, line 3: .*columns inputs, targets"),
+        ("a.csv", b"inputs,targets\na,b,c\n", r"a\.csv, line 2: "),
         ("a.csv", b'inputs,targets\na,"b\n', r"a\.csv"),
         ("a.csv", b"inputs,targets\n\xff,b\n", "UTF-8"),
         ("a.csv", b"inputs,targets\n", "holds no pairs"),
