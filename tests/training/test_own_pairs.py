@@ -80,6 +80,7 @@ def test_every_pair_is_trained_on_or_scored_and_a_tenth_is_scored():
     assert sorted(train + dev) == sorted(PAIRS)
     assert (train, dev) == hold_out(PAIRS, 0.1)
     assert hold_out(PAIRS, 0) == (PAIRS, [])
+    assert len(hold_out(PAIRS, 0.001)[1]) == 1
 
 
 def test_pairs_of_one_group_or_one_input_are_never_divided():
