@@ -35,7 +35,9 @@ from moe.training.recipe import PretrainRecipe
 def network_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = build_plan_command("Times the exchanges of a run on a network.", "stmoe network")
-    command.add_argument("--on", type=path, help="file of the network, see recipes/networks")
+    command.add_argument(
+        "--on", type=path, required=True, help="file of the network, see recipes/networks"
+    )
     command.add_argument(
         "--place", type=str, help="tile of each mesh axis on the network, e.g. tp=4x4,ep=8x8"
     )
@@ -56,8 +58,6 @@ def network_command() -> RecipeCommand[PretrainRecipe]:
 def main(argv: list[str]) -> None:
     """Times a plan on a network, ranks meshes, or measures the network."""
     recipe, arguments = network_command().parse(add_preset(argv))
-    if arguments.on is None:
-        raise ConfigError("Give the network: --on FILE, e.g. recipes/networks/tpu_v3_pod.yaml.")
     inputs = [arguments.on]
     network = read_network(arguments.on)
 

@@ -22,7 +22,7 @@ class OptimRecipe:
             large batches `lamb` or `lars`, whose rates are relative to the norm of each matrix.
         optimizer_options: Settings of that optimizer only, by name; see moe/optim/optimizers.py.
         schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)), `constant`,
-            `linear` or `polynomial`.
+            or `linear`.
         schedule_options: Settings of that schedule only, by name; see moe/optim/schedules.py.
         lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the highest rate is
             lr / sqrt(warmup_steps).
