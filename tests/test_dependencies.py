@@ -18,7 +18,7 @@ NOT_INSTALLED = {"torchft": "torchft", "deepspeed": "deepspeed", "st_moe_pytorch
 """Modules of extras that `make` does not install, and their distributions."""
 
 OPTIONAL = {"babel", "peft", "rouge_score", "torchft"}
-OPTIONAL |= {"ctranslate2", "onnxruntime", "onnxscript", "h11", "starlette", "uvicorn"}
+OPTIONAL |= {"ctranslate2", "onnxruntime", "onnxscript", "starlette", "uvicorn"}
 """Modules of extras that the wheel imports, in functions, where the user asks for what needs them."""
 
 PART_OF = {"pydantic_core": "pydantic"}

@@ -58,11 +58,12 @@ def network_command() -> RecipeCommand[PretrainRecipe]:
 def main(argv: list[str]) -> None:
     """Times a plan on a network, ranks meshes, or measures the network."""
     recipe, arguments = network_command().parse(add_preset(argv))
-    inputs = [arguments.on]
     network = read_network(arguments.on)
 
     if arguments.measure is not None:
-        target = output_path(arguments.measure, suffix=".json", option="--measure", inputs=inputs)
+        target = output_path(
+            arguments.measure, suffix=".json", option="--measure", inputs=[arguments.on]
+        )
         measure(arguments.on, target)
         return
 
@@ -78,10 +79,10 @@ def main(argv: list[str]) -> None:
 
     page = None
     if arguments.page is not None:
-        page = output_path(arguments.page, suffix=".html", option="--page", inputs=inputs)
+        page = output_path(arguments.page, suffix=".html", option="--page", inputs=[arguments.on])
     plan, memory = plan_mesh(recipe, arguments)
-    print(show_needs(plan, arguments.preset or "the recipe's model", memory), flush=True)
-    print()
+    needs = show_needs(plan, arguments.preset or "the recipe's model", memory)
+    print(f"{needs}\n", flush=True)
     print_times(plan, network, arguments.place, dead, page)
 
 
