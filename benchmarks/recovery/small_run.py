@@ -90,13 +90,11 @@ def build_run(recipe: PretrainRecipe, out: Path, world: World) -> Run:
 def main(argv: list[str]) -> None:
     """Trains the small run."""
     command = RecipeCommand(PretrainRecipe, "Trains a small model on drawn tokens.")
-    command.add_argument("--out", type=Path, required=True, help="folder of the run")
-    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
-    command.add_timeout()
+    command.add_run_options()
 
     argv = [f"--{name}={value}" for name, value in SETTINGS.items()] + argv
     with command.launch(argv) as (world, recipe, arguments):
-        run = build_run(recipe, arguments.out, world)
+        run = build_run(recipe, Path(arguments.out), world)
         train(run, resume=arguments.resume, description="small")
 
 

@@ -98,9 +98,7 @@ def distill_command(*, is_pairs: bool) -> RecipeCommand[DistillRecipe | DistillP
     )
     command.add_argument("--corpus", type=path, help="folder made by stmoe corpus")
     finetune.add_pair_options(command, instead="--corpus")
-    command.add_argument("--out", type=str, required=True, help="folder of the run")
-    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
-    command.add_timeout()
+    command.add_run_options()
     return command
 
 

@@ -159,12 +159,10 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     )
     command.add_argument("--task", type=str, help="single task, instead of mixture.tasks")
     add_pair_options(command, instead="tasks")
-    command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument(
         "--seeds", type=int, nargs="+", help="one run in out/seed-N for each, instead of seed"
     )
-    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
-    command.add_timeout()
+    command.add_run_options()
     return command
 
 

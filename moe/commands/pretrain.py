@@ -262,9 +262,7 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
         type=path,
         help="model to continue training; it keeps its architecture unless the recipe has one (fresh weights)",
     )
-    command.add_argument("--out", type=str, required=True, help="folder of the run")
-    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
-    command.add_timeout()
+    command.add_run_options()
     return command
 
 

@@ -44,11 +44,7 @@ def network_command() -> RecipeCommand[PretrainRecipe]:
     command.add_argument(
         "--dead", type=str, help="ranks of the network that have failed, e.g. 5,6,9,10"
     )
-    command.add_argument(
-        "--page",
-        type=path,
-        help="HTML file to write: link loads and critical path of one collective",
-    )
+    command.add_argument("--page", type=path, help="HTML file to write: loads of the links")
     command.add_argument(
         "--measure", type=path, help="JSON file to write: the network as its ranks measure it"
     )
@@ -82,7 +78,7 @@ def main(argv: list[str]) -> None:
         page = output_path(arguments.page, suffix=".html", option="--page", inputs=[arguments.on])
     plan, memory = plan_mesh(recipe, arguments)
     needs = show_needs(plan, arguments.preset or "the recipe's model", memory)
-    print(f"{needs}\n", flush=True)
+    print(needs, end="\n\n", flush=True)
     print_times(plan, network, arguments.place, dead, page)
 
 

@@ -67,8 +67,10 @@ class RecipeCommand(Generic[R]):
         self._command_arguments[name.removeprefix("--")] = options
         self._parser.add_argument(name, **options)
 
-    def add_timeout(self) -> None:
-        """Adds `--timeout`, for `launch`."""
+    def add_run_options(self) -> None:
+        """Adds the options of every run; `--timeout` is for `launch`."""
+        self.add_argument("--out", type=str, required=True, help="folder of the run")
+        self.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
         self.add_argument(
             "--timeout",
             type=float,
@@ -131,7 +133,7 @@ class RecipeCommand(Generic[R]):
             where = f"{sources[name]}: " if name in sources else ""
             raise ConfigError(f"{where}{error}") from error
         if "--print_config" in argv:
-            print(_recipe_text(recipe), end="")  # noqa: T201  the answer to the option
+            print(write_yaml(dataclasses.asdict(recipe)), end="")  # noqa: T201  the answer to the option
             sys.exit(0)
 
         # Arguments in files come first, so that those of the command line override them.
@@ -261,11 +263,7 @@ def build_recipe(kind: type[R], values: Mapping[str, Any]) -> R:
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Writes every setting of a recipe as YAML that `--config` reads."""
-    write_text(path, _recipe_text(recipe))
-
-
-def _recipe_text(recipe: Recipe) -> str:
-    return write_yaml(dataclasses.asdict(recipe))
+    write_text(path, write_yaml(dataclasses.asdict(recipe)))
 
 
 # ---------------------------------------------------------------------------

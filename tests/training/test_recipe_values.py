@@ -181,17 +181,20 @@ def test_what_a_file_says_of_the_command_itself_is_checked_too(tmp_path):
 
 def test_ranks_wait_as_long_as_a_command_or_its_recipe_says(tmp_path):
     made = RecipeCommand(PretrainRecipe, "A test.")
-    made.add_timeout()
+    made.add_run_options()
     (tmp_path / "recipe.yaml").write_text("timeout: 17\n", encoding="utf-8")
     file = ["--config", str(tmp_path / "recipe.yaml")]
     timeouts = []
     for argv in ([], file, [*file, "--timeout", "0.5"]):
-        with made.launch(argv) as (world, recipe, _):
+        with made.launch(["--out", "run", *argv]) as (world, recipe, _):
             timeouts.append(world.timeout)
             assert recipe == PretrainRecipe()
     assert timeouts == [DEFAULT_TIMEOUT, 17, 0.5]
 
-    with pytest.raises(ConfigError, match=r"^timeout is 0\.0"), made.launch(["--timeout", "0"]):
+    with (
+        pytest.raises(ConfigError, match=r"^timeout is 0\.0"),
+        made.launch(["--out=run", "--timeout=0"]),
+    ):
         pass
 
 
