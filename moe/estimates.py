@@ -219,7 +219,7 @@ def difference_of_means(
     """Returns the mean over the tokens of `a` minus the mean over those of `b`, from the same
     documents.
 
-    Effects of a document that both share cancel. The degrees of freedom come from the set with
+    Effects of a document that is in both sets cancel. The degrees of freedom come from the set with
     tokens in fewer documents.
     """
     num_documents = torch.minimum((a.counts > 0).sum(dim=-1), (b.counts > 0).sum(dim=-1))

@@ -126,7 +126,7 @@ def claim_folder(folder: Path, kind: str, *, in_use: str) -> Iterator[None]:
     The lock ends with the process, however that ends.
 
     Args:
-        folder: New, empty, of the same kind, or without anything of this library.
+        folder: Does not exist, is empty, is of the same kind, or holds nothing of this library.
         kind: Kind of the folder, e.g. `training run`.
         in_use: Message if another process holds the folder.
 

@@ -105,7 +105,7 @@ def evaluate(
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: check_kind(out, "evaluation"))
 
-    # Rank 0 alone fits baselines and scores.
+    # Only rank 0 fits the baselines and computes the scores.
     is_first = world.rank == 0
     training_text = load_training_text(contamination) if contamination else None
 

@@ -285,7 +285,7 @@ def limit_examples(examples: Sequence[Example], limit: int | None) -> list[Examp
 
 
 class _Tasks(Registry[Task]):
-    """The registry of tasks; the files of eval/tasks are imported at the first access."""
+    """The registry of tasks; the files of eval/stmoe_eval/tasks are imported at the first access."""
 
     def get(self, name: str) -> Task:
         """Returns the task called `name`."""
@@ -298,7 +298,7 @@ class _Tasks(Registry[Task]):
         return super().names()
 
     def _find(self) -> None:
-        """Imports every file of eval/tasks; each adds its tasks."""
+        """Imports every file of eval/stmoe_eval/tasks; each adds its tasks."""
         for module in pkgutil.iter_modules([str(_TASKS_FOLDER)]):
             importlib.import_module(f"stmoe_eval.tasks.{module.name}")
 

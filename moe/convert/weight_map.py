@@ -237,7 +237,7 @@ def _join_parts(
         mapping: Names of its parts.
         expected: <any>[...] our weight without memory.
         stored: Tensors <any>[...] of the source by name.
-        report: Gains the parts of another shape.
+        report: Parts of another shape are added to it.
     """
     parts = [stored[name] for name in mapping.parts]
     pieces = mapping.pieces(expected)

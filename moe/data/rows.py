@@ -65,7 +65,7 @@ def read_rows(
 
 
 def parse_columns(values: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """Returns the columns of a table by the names that are read from it, of texts `NAME=COLUMN`.
+    """Parses texts `NAME=COLUMN`, and returns the column of the table for each name.
 
     Raises:
         ConfigError: When a name is unknown or given twice, or a column is missing.

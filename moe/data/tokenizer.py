@@ -508,7 +508,7 @@ def _wrap(backend: tokenizers.Tokenizer, num_sentinels: int) -> PreTrainedTokeni
     """Returns the tokenizer for transformers, with sentinels, and `</s>` after every text."""
     backend.post_processor = _end_with((EOS, 1))
 
-    # Ids grow in this order, so that <extra_id_0> has the highest.
+    # Ids are assigned in this order, so <extra_id_0> has the highest id.
     sentinels = [sentinel(number) for number in range(num_sentinels)]
     backend.add_special_tokens([PAD, EOS, UNK, *reversed(sentinels)])
     return PreTrainedTokenizerFast(

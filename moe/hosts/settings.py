@@ -168,7 +168,7 @@ class HostSettings:
 
 
 def _without_earlier_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns saved settings with the convention that earlier versions wrote as several fields."""
+    """Returns saved settings; the fields that `convention` replaced become `convention`."""
     settings = dict(saved)
     given = settings.get("layer", {})
     check(isinstance(given, Mapping), "layer", given, "fields of SparseConfig")

@@ -281,7 +281,7 @@ def run_backward(
     Args:
         inputs: Inputs of the gradients.
         needed: Which gradients are requested, in the order of `Gradients`.
-        d_products: <float>[N, 2F or F] to fill with dz, for `run_weight_gradients`; None for not.
+        d_products: <float>[N, 2F or F] receives dz, for `run_weight_gradients`; None if that is not needed.
     """
     d_output, tokens, rows, weights, form, values = inputs
     products, gates, kept_units, outputs = values

@@ -1,10 +1,10 @@
 """Chooses the library for float32 products on a CPU, by the maker of its processor.
 
 torch's builds hold two: a BLAS (MKL on x86), which torch's own operations call, and oneDNN. On an
-AMD EPYC oneDNN takes 0.5 to 0.95 of the time of MKL. On an Intel Xeon with AVX-512 MKL takes a tenth
-less for outputs and gradients of inputs and 20 to 45 % less for gradients of weights; but for 3 to
-16 tokens oneDNN computes outputs in 0.6 to 0.8 of the time. oneDNN prepares itself, for 1 ms, for
-every number of rows that it has not seen: experts round theirs up, see expert_rows.py. In 16 bits
+AMD EPYC oneDNN takes 0.5 to 0.95 of the time of MKL. On an Intel Xeon with AVX-512, MKL takes 10 %
+less time for outputs and gradients of inputs and 20 to 45 % less for gradients of weights; but for 3
+to 16 tokens oneDNN computes outputs in 0.6 to 0.8 of the time. oneDNN needs 1 ms of preparation for
+each number of rows that is new to it: experts round theirs up, see expert_rows.py. In 16 bits
 there is one library, which computes an expert's dW = dy^T x from dy^T in columns or from a copy in
 rows: with AMX the copy takes 0.5 to 0.9 of the time, copying included. Measured at commit f5fe3075,
 which timed both in every process and chose otherwise where noise was larger than the difference.

@@ -372,7 +372,7 @@ def _token_mask(
 
     Args:
         prefix: Prefix of the arguments' names in messages.
-        mask: <int64 or bool>[B, keys] real tokens; None for those with a segment.
+        mask: <int64 or bool>[B, keys] True for real tokens; if None, tokens with a segment are real.
         segment_ids: <int64>[B, keys] example of each token, 0 for padding.
         shape: B and the number of keys.
     """

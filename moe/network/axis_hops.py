@@ -74,7 +74,7 @@ def _runs(forward: IntArray) -> Hops:
     hop = np.arange(1, max(size, 2))[None, :]
 
     def run(origin: IntArray, num_halves: IntArray) -> Hops:
-        # At hop h the run has lost the h - 1 blocks that have arrived.
+        # At hop h, h - 1 blocks have reached their destinations and travel no further.
         here = origin + hop
         return _filled(hop - 1, here - 1, here, origin, 2 * here, 2 * (origin + 1) + num_halves)
 

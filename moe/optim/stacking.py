@@ -66,7 +66,7 @@ class Stack(NamedTuple):
 
 
 def stack_updates(updates: Sequence[PendingUpdate], states: Sequence[State]) -> Stack:
-    """Returns the stack of updates that `alike` put together.
+    """Stacks the updates that `alike` grouped.
 
     Args:
         updates: P updates.

@@ -209,8 +209,8 @@ def sparse_cost(layer: SparseFeedForward, stack: StackPass) -> LayerCost:
     gate_products = tokens * layer.router.num_parameters(config)
     flops = 2 * (gate_products + num_products * rows * D * F)
 
-    # Router: its input with padding masked; logits and probabilities; three numbers of a token;
-    # expert, gate value, combine weight and acceptance of a choice.
+    # Router: its input with padding masked; logits and probabilities; three numbers per token;
+    # per choice, its expert, gate value, combine weight and whether it was accepted.
     choice_bytes = _INT64_BYTES + 2 * FLOAT32_BYTES + 1
     saved_bytes = tokens * D * FLOAT32_BYTES
     saved_bytes += tokens * (2 * config.num_experts + 3) * FLOAT32_BYTES

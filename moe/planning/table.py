@@ -126,7 +126,7 @@ def _memory_lines(plan: Plan, memory: int | None) -> Iterator[str]:
 
 
 def _transfer_lines(plan: Plan) -> Iterator[str]:
-    """Yields what a rank sends in an update, by axis, and how long at assumed speeds."""
+    """Yields the bytes that a rank sends per update over each axis, and the time at assumed speeds."""
     yield f"{'a rank sends in an update':<28}{'over':<18}{'ranks':>7}{'bytes':>14}{'seconds':>10}"
 
     # The most bytes first.

@@ -104,7 +104,7 @@ def pass_counts(
     """
     num_passes = workload.num_passes(mesh)
 
-    # A balance loss over more than one pass needs all counts first: a separate forward pass.
+    # A balance loss over several passes needs the counts of all: an extra forward pass collects them.
     scope = model.config.balance_scope
     is_wide = scope in ("ranks", "global")
     counts_first = is_wide and num_passes * num_scope_ranks(scope, mesh) > 1

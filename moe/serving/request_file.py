@@ -64,7 +64,7 @@ def is_table(file: Path) -> bool:
 def read_lines(
     lines: Iterable[bytes], columns: Columns, defaults: Sampling, *, is_json: bool = False
 ) -> Iterator[Line]:
-    """Yields the requests in lines of texts, or of JSON, of which empty ones are skipped.
+    """Yields a request for each line of text or JSON that is not empty.
 
     A pipe has no suffix: lines are JSON, too, if the first is an object with `inputs`.
     """

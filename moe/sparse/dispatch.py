@@ -373,7 +373,7 @@ class SlotDispatcher(Dispatcher):
         return rearrange(rows, "(e n) d -> e n d", e=self._slots.token.shape[0])
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """Returns the tokens <float>[T, D] of the slots <float>[E, G * C, D]."""
+        """Combines the slots <float>[E, G * C, D] into the tokens <float>[T, D]."""
         num_tokens = self._slots.num_tokens
         weight = self._slots.weight[..., None].to(outputs.dtype)  # [E, G * C, 1]
         rows = rearrange(outputs * weight, "e n d -> (e n) d")

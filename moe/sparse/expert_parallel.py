@@ -193,7 +193,7 @@ class SlotExchange(Dispatcher):
         return SlotsInFlight(send_rows(slots, self._route, "dispatch"), self._sizes)
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """Returns the tokens <float>[T, D] of the slots <float>[E / ep, ep * n, D]."""
+        """Combines the slots <float>[E / ep, ep * n, D] into the tokens <float>[T, D]."""
         # Sorted by rank again, so that every rank gets its own rows back.
         outputs = rearrange(outputs, "e (p n) d -> (p e n) d", **self._sizes)
         returned = send_rows(outputs, self._route, "combine", reverse=True).wait()

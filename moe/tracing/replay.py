@@ -124,7 +124,7 @@ class _Player:
             self._rows[stack] = self._find_rows(stack, is_real.bool())
 
     def rows(self, stack: Stack, token_mask: Tensor) -> Tensor:
-        """Returns the row in the trace of each token <int64>[G, S]; -1 for tokens without one.
+        """Returns the row number <int64>[G, S] of each token in the trace; -1 for tokens without one.
 
         Args:
             stack: `encoder` or `decoder`.

@@ -72,7 +72,7 @@ def check_run_fits(
     limits = mesh_limits(config, num_ranks, num_groups)
     check_mesh(recipe.mesh, limits)
 
-    # A forward pass of one rank routes in the same groups as the whole batch.
+    # Check that a forward pass of one rank forms the same groups as the whole batch would.
     if routed_lengths:
         rows_of_rank = batch_size // recipe.mesh.num_data_ranks
         rows_of_pass = recipe.training.micro_batch_size or rows_of_rank

@@ -80,8 +80,8 @@ class Reporter:
         Args:
             step: Updates so far.
             metrics: Result of the last one.
-            seconds: Its seconds, from before its batch was there.
-            data_wait: Those of them in which it waited for the batch.
+            seconds: Duration of the update, including the wait for its batch.
+            data_wait: Seconds of this wait.
         """
         training = self._run.recipe.training
         self._tokens += float(metrics.tokens)

@@ -367,7 +367,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
     """
     notes = _submission_notes(result)
 
-    # The rows differ from the published split, or are fewer.
+    # The rows are not the published split, or only a part of it.
     if result.data.folder:
         notes.append(
             f"Rows are from {result.data.folder}, not from the hub: not comparable with published scores."

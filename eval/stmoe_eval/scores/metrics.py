@@ -36,7 +36,7 @@ class Metric:
         score_examples: (targets, answers) to <float64>[N] scores whose mean over those that are not
             NaN is `score`: examples that do not count, as a repeated query, are NaN. None if the
             score is not a mean.
-        additive: The same score as a function of sums, if it has this form, as means do.
+        additive: Computes the score from sums; None if that is impossible. It is possible for every mean.
         signature: Returns the library, its version and its settings, where these decide the score.
     """
 

@@ -260,7 +260,7 @@ def _ablate_layer(
     add(sums.chosen_tokens, is_chosen)
     num_sequences = unchanged.batch["labels"].shape[0]
     for expert in range(num_experts):
-        # Without the expert, and without as many random choices.
+        # Ablate the expert and, for comparison, as many random choices.
         at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
         to_expert = ablate_expert(intervention, model, key, expert)
         change, is_right = run_ablated(model, key, unchanged, to_expert)  # [n], [B]

@@ -137,10 +137,10 @@ def shown_purposes(ablation: Ablation) -> dict[tuple[LayerKey, int], str]:
 def class_verdicts(ablation: Ablation, *, margin: float = MARGIN) -> list[ClassVerdict]:
     """Returns for every expert of every layer, and every class, whether the expert is for it.
 
-    - `no`: the change of loss on the class is less than `margin` above that on all other tokens,
-      or above that by as many random choices. This is the upper half of an equivalence test.
-    - `yes`: otherwise, if the change on the class is above 0, above that on all other tokens, and
-      above that by as many random choices.
+    - `no`: the loss on the class rises by less than `margin` more than on all other tokens, or than
+      when as many random choices are ablated. This is the upper half of an equivalence test.
+    - `yes`: otherwise, if the loss rises on the class, more than on all other tokens, and more than
+      when as many random choices are ablated.
     - `not shown`: otherwise.
 
     Each comparison uses a two-sided interval over documents (`moe.estimates`) with

@@ -99,8 +99,8 @@ def target_sets(
 ) -> dict[Stack, dict[str, Tensor]]:
     """Returns sets of target tokens <bool>[N] by name for the layers of each stack, ALL_TOKENS first.
 
-    The decoder's are the classes. The encoder's are, for each class, also all targets of sequences
-    that contain it: an expert of the encoder changes all targets of a sequence, through
+    For the decoder, the sets are the classes. For the encoder there are also, for each class, all
+    targets of sequences that contain it: an expert of the encoder changes all targets of a sequence, through
     cross-attention.
 
     Args:

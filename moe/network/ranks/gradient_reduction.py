@@ -6,8 +6,8 @@ which the all-reduce then sums over replicas. Both are built once for each size 
 
 torch's base class for a reduce-scatter has no public name and is not required.
 
-Before: `scheduled` runs schedules, `schedule_choice` names them. Next: `moe.distributed.sharding` makes
-modules units of FSDP.
+Read `scheduled` first, which runs schedules, and `schedule_choice`, which names them;
+`moe.distributed.sharding` comes next and makes modules units of FSDP.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,8 @@ The units of a schedule of `moe.network` belong to pairs of ranks. A block of ro
 its pair, and a rank's buffer holds only rows that the rank sends, receives or passes on, never the
 blocks of all pairs.
 
-Before: `scheduled`, which runs the steps. Next: `moe.distributed.all_to_all`, which ties an exchange to
-autograd.
+Read `scheduled` first, which runs the steps; `moe.distributed.all_to_all` comes next and ties an exchange
+to autograd.
 """
 
 from collections.abc import Sequence
