@@ -243,7 +243,8 @@ def run_pairs(out: Path, sizes: Sizes, data: Sequence[Path] = ()) -> list[str]:
     run("Record", "inspect", "record", *traced, "--out", out / "trace")
     report = out / "report.html"
     run("Explain", "inspect", "report", *traced, "--out", report)
-    return [*summarize(out, new), f"Report: {report.resolve().as_uri()}"]
+    experts, scores = (page.resolve().as_uri() for page in (report, out / "seen/report.html"))
+    return [*summarize(out, new), f"Pages: {experts} (experts), {scores} (scores)"]
 
 
 def split_pairs(data: Sequence[Path], folder: Path) -> None:

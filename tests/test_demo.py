@@ -34,7 +34,7 @@ def test_the_demo_makes_everything_it_says_and_continues(tmp_path, capfd):
     assert len(lines) <= 9
     beginnings = ["Names seen in training", "Names never seen in that language: 32 experts"]
     beginnings += ["Macedonian from 250 names", "Expert", "Mutual information"]
-    beginnings += ["Try: stmoe generate", "Report: file://"]
+    beginnings += ["Try: stmoe generate", "Pages: file://"]
     for line, beginning in zip(lines, beginnings, strict=True):
         assert line.startswith(beginning)
 
@@ -43,11 +43,8 @@ def test_the_demo_makes_everything_it_says_and_continues(tmp_path, capfd):
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     model.generate(**tokenizer(["el: Cyprus"], return_tensors="pt"), max_new_tokens=3)
     page = (out / "report.html").read_text()
-    places = [
-        page.index(word) for word in ("Slavic", "Seen in training, recalled", "routers-heading")
-    ]
-    assert places == sorted(places)
-    assert page.count('data-label="asked"') == 36
+    assert page.index("Slavic") < page.index("routers-heading")
+    assert "dense" in (out / "seen/report.html").read_text()
 
     # Finished steps are skipped, and the others give the same.
     capfd.readouterr()
@@ -73,7 +70,6 @@ def test_own_text_is_pretrained_on(tmp_path):
     texts = sorted(inputs["texts"].iterdir())
     demo.run_text(tmp_path / "demo", texts, *_FEW_STEPS.split(), "--training.evaluate_every", "2")
     page = (tmp_path / "demo/report.html").read_text()
-    assert "pretrain: the run of the traced model" in page
     assert "&lt;extra_id_0&gt;" in page
 
 

@@ -22,6 +22,7 @@ from moe.models.checkpoint_formats import CHECKPOINT_FORMATS
 from moe.optim.optimizers import OPTIMIZERS
 from moe.sparse.router_options import ROUTERS
 from moe.training.command import RecipeCommand
+from moe.training.recipe import Recipe
 from stmoe_eval.task import TASKS
 from tests.models.hf_models import their_model
 from tests.models.tiny import tiny_model
@@ -206,7 +207,11 @@ def help_options(main, words=()):
             main([*words, flag])
         if "--help-all" not in printed.getvalue():
             break
-    return {"--help", "--help-all", "--debug", *re.findall(r"--[a-z][\w.-]*\w", printed.getvalue())}
+    options = set(re.findall(r"--[a-z][\w.-]*\w", printed.getvalue()))
+    fields = {f"--model.{name}" for name in Recipe.model_fields}
+    return {"--help", "--help-all", "--debug", *options} | (
+        fields if "--model.FIELD" in options else set()
+    )
 
 
 OPTION = r"(?<!\S)(--[a-z][\w.-]*\w)"

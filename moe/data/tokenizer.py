@@ -401,7 +401,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 
     # Files that do not fit together, e.g. a missing unknown token, show when the tokenizer is used.
     tokenizer_class = PreTrainedTokenizerFast if TOKENIZER_FILE in present else T5Tokenizer
-    with reading(f"The tokenizer in {folder}", problem="cannot be loaded", advice=advice):
+    with reading(folder / present[0], advice=advice):
         tokenizer = tokenizer_class.from_pretrained(str(folder))
         tokenizer("a \U0010fffe")
     return tokenizer

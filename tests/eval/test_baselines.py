@@ -58,7 +58,6 @@ def test_other_tasks_no_training_examples_and_huge_ones_have_no_baselines(
     examples = task.examples("train")
     other = dataclasses.replace(task, choices=len)
     assert not has_baselines(other)
-    assert answers(other, examples, examples) == {}
     assert answers(summaries, [], examples) == {}
 
     size = sum(len(example.inputs) for example in examples)

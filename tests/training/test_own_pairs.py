@@ -163,7 +163,6 @@ REFUSED = {
     ("--train", "{pairs}", "--dev_share", "1"): "--dev_share",
     ("--train", "{pairs}", "--dev_share", "nan"): "dev_share",
     ("--train", "{pairs}", "--dev", "{pairs}x"): "cannot be read",
-    ("--train", "{pairs}", "--mixture.maximum", "7"): "would change nothing",
     ("--task", "copa", "--dev", "{pairs}"): "--dev cannot be combined with tasks",
 }
 
