@@ -68,7 +68,7 @@ def test_a_tokenizer_of_other_content_is_one_error_and_one_without_checksums_is_
     (folder / "SHA256SUMS").unlink()
     content = {"model": {"type": "Unigram", "unk_id": 9, "vocab": []}}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="tokenizer cannot be loaded"):
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(folder)
 
     # One that a user saves to a model's folder is no damage.
