@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
 
 
 def _keep_settings(out: Path, data: Sequence[Path], options: Namespace) -> None:
-    """Writes the settings of a new demo, or checks that one that has begun goes on with the same.
+    """Writes the settings of a new demo, or checks that a resumed one has the same settings.
 
     Raises:
         ConfigError: When the demo in the folder has other settings, or is not resumed.

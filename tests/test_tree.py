@@ -22,10 +22,10 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 29995,
+    "moe": 29982,
     "moe/checkpoint": 985,
     "moe/commands": 2439,
-    "moe/convert": 1349,
+    "moe/convert": 1336,
     "moe/data": 2161,
     "moe/distributed": 1351,
     "moe/hosts": 656,

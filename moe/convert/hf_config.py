@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersC
 from moe.checks import check_integer, check_number, is_kind, shown
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import SIZES
 
 Family = Literal["t5", "switch_transformers"]
 FAMILIES: Mapping[Family, type[Any]] = {
@@ -21,21 +22,7 @@ ARCHITECTURES: Mapping[Family, str] = {
     "switch_transformers": "SwitchTransformersForConditionalGeneration",
 }
 
-_SAME_FIELDS = (
-    "vocab_size",
-    "d_model",
-    "d_kv",
-    "d_ff",
-    "num_layers",
-    "num_decoder_layers",
-    "num_heads",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-    "layer_norm_epsilon",
-    "dropout_rate",
-    "use_cache",
-    "pad_token_id",
-)
+_SAME_FIELDS = (*SIZES, "layer_norm_epsilon", "dropout_rate", "use_cache", "pad_token_id")
 """Fields of the same name and meaning in T5, Switch and ours."""
 
 _LEGACY_FIELDS = {

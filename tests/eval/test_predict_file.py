@@ -155,7 +155,7 @@ def test_predictions_of_other_settings_and_models_are_replaced(
 
 
 def fill_the_disk(rank, num_ranks, folder, out):
-    """Returns what a run says that may write half of its file, and what stands in it then."""
+    """Returns the message of a run that may write only half of its file, and the content of the file."""
     stmoe_eval.answers.predict._MAX_ROWS = dict.fromkeys(MODES, ROWS)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the limit would count the progress bar too
     system, task = load_seq2seq(Path(folder)), colour_task()

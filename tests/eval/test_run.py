@@ -107,7 +107,7 @@ def test_the_report_says_which_checkpoint_of_its_run_a_model_is(folders, tmp_pat
         (tmp_path / name).symlink_to(folders["moe"])
     options = {"modes": ["rank"], "data": FIXTURES, "command": ""}
 
-    # The best one was chosen on what it is scored on; the last one is known by the recipe beside it.
+    # The best model was chosen by dev scores on the evaluated split; the recipe beside the last names its run.
     (tmp_path / "recipe.yaml").touch()
     models = {"best": tmp_path / "best/model", "last": tmp_path / "model", "t5": folders["t5"]}
     report = evaluate(models, ["boolq", "rte"], out=tmp_path / "out", **options)
