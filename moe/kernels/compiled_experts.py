@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.kernels.cpu_experts import BackwardInputs, Gradients, RowValues, run_backward, run_forward
-from moe.kernels.expert_rows import ExpertRows
+from moe.kernels.cpu_experts import BackwardInputs, RowValues, run_backward, run_forward
+from moe.kernels.expert_rows import ExpertRows, used_rows
 from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.hidden_units import ExpertForm
 
@@ -41,7 +41,10 @@ def compiled_feed_forward(
     if form.dropout_rate:
         seed = torch.randint(2**62, ())
 
-    stacked = [weight for weight in weights if weight is not None]
+    # An operation takes tensors only: an empty one is a weight that the experts do not have.
+    stacked: list[Tensor] = []
+    for weight in weights:
+        stacked.append(tokens.new_empty(0) if weight is None else weight)
     combined, *_ = _fused_experts(
         tokens,
         rows.weight,
@@ -75,7 +78,7 @@ def _fused_experts(
     """Returns the combined outputs <float>[T, D], and the fields of `RowValues`."""
     combined, values = run_forward(
         tokens,
-        _rows_of_experts(row_indices, row_weight),
+        used_rows(_expert_rows(row_indices, row_weight)),
         _stacked_weights(weights),
         ExpertForm(activation, gated, bias_kind, dropout_rate),
         keep_products=keep_products,
@@ -136,7 +139,7 @@ def _fused_experts_backward(
     needed: list[bool],
 ) -> list[Tensor]:
     """Returns the gradients of tokens, row weights and weights; empty ones that are not needed."""
-    rows = _rows_of_experts(row_indices, row_weight)
+    rows = used_rows(_expert_rows(row_indices, row_weight))
     inputs = BackwardInputs(
         d_output,
         tokens,
@@ -145,7 +148,6 @@ def _fused_experts_backward(
         ExpertForm(activation, gated, bias_kind, dropout_rate),
         RowValues(*values),
     )
-    needed = needed + [False] * (len(Gradients._fields) - len(needed))
     gradients = run_backward(inputs, needed)
 
     # The weight of an unused row has the gradient 0.
@@ -157,7 +159,7 @@ def _fused_experts_backward(
     # An operation returns tensors only: as many as there are inputs with gradients.
     results = []
     inputs = (tokens, row_weight, *weights)
-    for tensor, gradient in zip(inputs, gradients, strict=False):
+    for tensor, gradient in zip(inputs, gradients, strict=True):
         results.append(tensor.new_empty(0) if gradient is None else gradient)
     return results
 
@@ -190,7 +192,6 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.mark_non_differentiable(*values)
     ctx.set_materialize_grads(False)
     ctx.form = form
-    ctx.num_weights = len(weights)
     ctx.save_for_backward(tokens, row_weight, *values, *row_indices, *weights)
 
 
@@ -222,20 +223,15 @@ _fused_experts.register_autograd(_backward, setup_context=_save_for_backward)
 # ---- shared ----
 
 
-def _rows_of_experts(row_indices: list[Tensor], weight: Tensor) -> ExpertRows:
-    """Returns the rows that experts read, of counts, tokens and order of all, and their weights."""
+def _expert_rows(row_indices: list[Tensor], weight: Tensor) -> ExpertRows:
+    """Returns the rows of counts, tokens, order and starts, and their weights."""
     counts, token, by_token, token_start = row_indices
-    num_rows = int(counts.sum())
-    return ExpertRows(
-        counts=counts,
-        token=token[:num_rows],
-        weight=weight[:num_rows],
-        by_token=by_token[:num_rows],
-        token_start=token_start,
-    )
+    return ExpertRows(counts, token, weight, by_token, token_start)
 
 
 def _stacked_weights(weights: list[Tensor]) -> ExpertWeights:
-    """Returns the weights; without a third tensor there is no bias."""
-    first, down = weights[:2]
-    return ExpertWeights(first, down, weights[2] if len(weights) > 2 else None)
+    """Returns the weights, of which empty tensors are none."""
+    stacked: list[Any] = []
+    for weight in weights:
+        stacked.append(weight if weight.dim() > 1 else None)
+    return ExpertWeights(*stacked)

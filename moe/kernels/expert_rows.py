@@ -139,6 +139,16 @@ def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Te
     )
 
 
+def used_rows(rows: ExpertRows) -> ExpertRows:
+    """Returns the rows of experts, without those after them, which a compiled graph has."""
+    num_rows = int(rows.counts.sum())
+    return rows._replace(
+        token=rows.token[:num_rows],
+        weight=rows.weight[:num_rows],
+        by_token=rows.by_token[:num_rows],
+    )
+
+
 def round_up_rows(rows: ExpertRows) -> ExpertRows:
     """Returns the rows with each expert's number of them rounded up.
 

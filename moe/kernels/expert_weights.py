@@ -6,17 +6,27 @@ from torch import Tensor
 
 
 class ExpertWeights(NamedTuple):
-    """Stacked weights of E experts.
+    """Stacked weights of E experts, and their low-rank adapters.
+
+    An adapter adds x A_e^T B_e^T to a product x W_e^T; both of its factors are None without one.
 
     Attributes:
         first: <float>[E, 2F or F, D] of the first product, gate above up.
         down: <float>[E, D, F] of the second.
         bias: <float>[E, F] of the hidden units; None for none.
+        first_a: <float>[E, R, D] A of the first product.
+        first_b: <float>[E, 2F or F, R] B of the first product, including the adapter's scale.
+        down_a: <float>[E, R', F] A of the second.
+        down_b: <float>[E, D, R'] B of the second.
     """
 
     first: Tensor
     down: Tensor
     bias: Tensor | None
+    first_a: Tensor | None = None
+    first_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
 
 
 def is_quantized(weight: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from moe.kernels.expert_weights import expert_weight, is_quantized
 from moe.kernels.first_order import first_order_only
 
 
@@ -23,7 +24,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     Args:
         x: <float>[N, I] rows.
-        weight: <float>[E, O, I].
+        weight: <float>[E, O, I]; a quantized one is unpacked one expert at a time.
         counts: <int64>[E] rows of each expert. Later rows are never read, and their results are
             undefined.
 
@@ -37,23 +38,52 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     # torch traces grouped products of bfloat16 alone; others are an operation of ours in a graph.
     if is_compiling and not (is_one_call and x.dtype == torch.bfloat16):
         return _grouped_linear_op(x, weight, ends)
-    return _GroupedLinear.apply(x, weight, ends) if is_one_call else _loop(x, weight, ends)
+    return _GroupedLinear.apply(x, weight, ends)
+
+
+def grouped_low_rank(x: Tensor, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """Returns x A_e^T B_e^T for rows sorted by expert, as `grouped_linear`.
+
+    Args:
+        x: <float>[N, I] rows.
+        a: <float>[E, R, I].
+        b: <float>[E, O, R].
+        counts: <int64>[E] rows of each expert.
+
+    Returns:
+        <float>[N, O].
+    """
+    # With zeros up to a multiple of 16 bytes any rank is one call.
+    num_zeros = -a.shape[1] % 8
+    if num_zeros:
+        a = F.pad(a, (0, 0, 0, num_zeros))
+        b = F.pad(b, (0, num_zeros))
+    return grouped_linear(grouped_linear(x, a, counts), b, counts)
 
 
 def _is_one_call(x: Tensor, weight: Tensor) -> bool:
     """Returns whether torch has one product for all experts: the device reads rows in whole words."""
     row_bytes = [size * x.element_size() for size in weight.shape[1:]]
     is_aligned = all(num_bytes % 16 == 0 for num_bytes in row_bytes)
-    return x.dtype != torch.float64 and is_aligned
+    return x.dtype != torch.float64 and is_aligned and not is_quantized(weight)
 
 
-def _loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Returns the products one expert after the other, which waits for the ends."""
+def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Returns y <float>[N, O] = x W^T, within each expert."""
+    if _is_one_call(x, weight):
+        return F.grouped_mm(x, rearrange(weight, "e o i -> e i o"), offs=ends)
+    return _loop(x, weight, ends, transposes=True)
+
+
+def _loop(x: Tensor, weight: Tensor, ends: Tensor, *, transposes: bool) -> Tensor:
+    """Returns x W^T or x W of one expert after the other, which waits for the ends."""
     products = []
     *rows_by_expert, rest = _split_rows(x, ends)
-    for rows, expert_weight in zip(rows_by_expert, weight.unbind(), strict=True):
-        products.append(F.linear(rows, expert_weight))
-    return torch.cat([*products, rest.new_zeros(rest.shape[0], weight.shape[1])])
+    for expert, rows in enumerate(rows_by_expert):
+        matrix = expert_weight(weight, expert, x)
+        products.append(torch.mm(rows, matrix.t() if transposes else matrix))
+    num_outputs = weight.shape[1 if transposes else 2]
+    return torch.cat([*products, rest.new_zeros(rest.shape[0], num_outputs)])
 
 
 def _split_rows(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
@@ -65,7 +95,7 @@ def _input_gradient(d_product: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Returns dx <float>[N, I] = dy W of y = x W^T, within each expert."""
     if _is_one_call(d_product, weight) and d_product.shape[0]:
         return F.grouped_mm(d_product, weight, offs=ends)
-    return _loop(d_product, rearrange(weight, "e o i -> e i o"), ends)
+    return _loop(d_product, weight, ends, transposes=False)
 
 
 def _weight_gradient(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -84,12 +114,12 @@ def _weight_gradient(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """`F.grouped_mm` whose backward accepts gradients of any strides, which torch's own refuses."""
+    """The products, whose backward accepts gradients of any strides, which that of torch's refuses."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        return F.grouped_mm(x, rearrange(weight, "e o i -> e i o"), offs=ends)
+        return _product(x, weight, ends)
 
     @staticmethod
     @first_order_only
@@ -116,8 +146,7 @@ def _gradients(
 
 @torch.library.custom_op("moe::grouped_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _grouped_linear_op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    is_one_call = _is_one_call(x, weight)
-    return _GroupedLinear.apply(x, weight, ends) if is_one_call else _loop(x, weight, ends)
+    return _product(x, weight, ends)
 
 
 @_grouped_linear_op.register_fake

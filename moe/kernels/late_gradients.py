@@ -66,7 +66,7 @@ def pass_weights(weights: ExpertWeights) -> tuple[ExpertWeights, LateGradients |
     Returns:
         The weights, and where the experts leave their gradients; None if that has no benefit.
     """
-    first, down, _ = weights
+    first, down, *_ = weights
     needs_gradients = first.requires_grad or down.requires_grad
     if not (torch.is_grad_enabled() and needs_gradients and is_plain(first, down)):
         return weights, None

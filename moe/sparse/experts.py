@@ -14,12 +14,15 @@ from moe.distributed.sharding import local_shard
 from moe.errors import ConfigError
 from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import fused_feed_forward
+from moe.kernels.dropout import dropout
+from moe.kernels.expert_rows import combine_rows, gather_rows, used_rows
 from moe.kernels.expert_weights import ExpertWeights, can_select_experts, dequantized, is_quantized
-from moe.kernels.grouped_matmul import grouped_linear
+from moe.kernels.grouped_matmul import grouped_linear, grouped_low_rank
 from moe.kernels.hidden_units import ExpertForm, hidden_rows, hidden_units
 from moe.kernels.late_gradients import LateGradients, pass_weights
 from moe.kernels.quantized_weight import FIXED, Quantization, quantize
 from moe.kernels.torch_private import autocast_disabled, is_shape_only
+from moe.sparse.adapters import NO_ADAPTERS, Adapters
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import InFlight, SortedRows, UngatheredRows
 
@@ -92,12 +95,13 @@ class Experts(nn.Module):
             is_factor = self.config.expert_bias == "multiplicative"
             nn.init.constant_(self.bias, 1.0 if is_factor else 0.0)
 
-    def forward(self, in_flight: InFlight) -> Tensor:
+    def forward(self, in_flight: InFlight, adapters: Adapters = NO_ADAPTERS) -> Tensor:
         """Returns the outputs of the experts, in the form of their inputs.
 
         Args:
             in_flight: Inputs from a dispatcher: rows, or slots <any float>[E, n, D], or a pending exchange
                 of them.
+            adapters: Low-rank changes of the products.
 
         Returns:
             <dtype of the second product> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
@@ -106,18 +110,26 @@ class Experts(nn.Module):
         # Work for the backward pass that overlaps with the exchange of row gradients is set up
         # before the wait.
         remote_weights = None
-        if in_flight.delays_weight_gradients:
-            remote_weights = pass_weights(self.product_weights(fused=True))
+        rate = adapters.dropout_rate
+        if in_flight.delays_weight_gradients and not rate:
+            remote_weights = pass_weights(self.product_weights(adapters, fused=True))
         inputs = in_flight.wait()
 
         # One form of the products for each form of dispatch.
         if isinstance(inputs, UngatheredRows):
-            weights, late = remote_weights or (self.product_weights(fused=True), None)
-            return self.run_fused(inputs, weights, late)
+            weights, late = remote_weights or (self.product_weights(adapters, fused=True), None)
+            return (
+                self.run_gathered(inputs, weights, rate)
+                if rate
+                else self.run_fused(inputs, weights, late)
+            )
         if isinstance(inputs, SortedRows):
-            x = inputs.x.to(self.product_dtype())
-            return self.run_rows(x, inputs.counts, self.product_weights())
-        return self.run_slots(inputs.to(self.product_dtype()), self.product_weights())
+            # In training, quantized experts are unpacked one at a time.
+            unpacks_later = is_quantized(self.down_proj) and torch.is_grad_enabled()
+            weights = self.product_weights(adapters, fused=unpacks_later)
+            return self.run_rows(inputs.x.to(self.product_dtype()), inputs.counts, weights, rate)
+        weights = self.product_weights(adapters)
+        return self.run_slots(inputs.to(self.product_dtype()), weights, rate)
 
     def run_fused(
         self, inputs: UngatheredRows, weights: ExpertWeights, late: LateGradients | None
@@ -137,26 +149,57 @@ class Experts(nn.Module):
             return compiled_feed_forward(tokens, inputs.rows, weights, self.form())
         return fused_feed_forward(tokens, inputs.rows, weights, self.form(), late)
 
-    def run_rows(self, x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
+    @torch.compiler.disable()
+    def run_gathered(
+        self, inputs: UngatheredRows, weights: ExpertWeights, adapter_dropout: float
+    ) -> Tensor:
+        """Returns the same as `run_fused` by grouped products, with dropout in the adapters.
+
+        Args:
+            inputs: Tokens, and their rows.
+            weights: The experts' weights.
+            adapter_dropout: See `Adapters`.
+
+        Returns:
+            <dtype of the second product>[T, D].
+        """
+        rows = used_rows(inputs.rows)
+        x = gather_rows(inputs.tokens.to(self.output_dtype()), rows)  # [N, D]
+        return combine_rows(self.run_rows(x, rows.counts, weights, adapter_dropout), rows)
+
+    def run_rows(
+        self, x: Tensor, counts: Tensor, weights: ExpertWeights, adapter_dropout: float = 0.0
+    ) -> Tensor:
         """Returns the outputs of rows sorted by expert, by grouped products.
 
         Args:
             x: <float>[N, D] rows.
             counts: <int64>[E] rows of each expert.
             weights: The experts' weights, the first in the dtype of the rows.
+            adapter_dropout: See `Adapters`.
 
         Returns:
             <float>[N, D].
         """
+        first, down, bias, first_a, first_b, down_a, down_b = weights
+
         # Inputs and weights have the dtypes of the products already.
         with autocast_disabled(x.device.type):
-            product = grouped_linear(x, weights.first, counts).to(
-                weights.down.dtype
-            )  # [N, 2F or F]
-            hidden = hidden_rows(product, weights.bias, counts, self.form())  # [N, F]
-            return grouped_linear(hidden, weights.down, counts)
+            product = grouped_linear(x, first, counts).to(down.dtype)  # [N, 2F or F]
+            if first_a is not None and first_b is not None:
+                x = dropout(x, adapter_dropout)
+                product = product + grouped_low_rank(x, first_a, first_b, counts).to(down.dtype)
 
-    def run_slots(self, slots: Tensor, weights: ExpertWeights) -> Tensor:
+            hidden = hidden_rows(product, bias, counts, self.form())  # [N, F]
+            output = grouped_linear(hidden, down, counts)  # [N, D]
+            if down_a is not None and down_b is not None:
+                hidden = dropout(hidden, adapter_dropout)
+                output = output + grouped_low_rank(hidden, down_a, down_b, counts)
+            return output
+
+    def run_slots(
+        self, slots: Tensor, weights: ExpertWeights, adapter_dropout: float = 0.0
+    ) -> Tensor:
         """Returns the outputs of each expert for its slots.
 
         The weights are on the left of their products, so that their gradients come in the layout of
@@ -165,20 +208,26 @@ class Experts(nn.Module):
         Args:
             slots: <float>[E, n, D].
             weights: The experts' weights, the first in the dtype of the slots.
+            adapter_dropout: See `Adapters`.
 
         Returns:
             <float>[E, n, D].
         """
+        first, down, bias, first_a, first_b, down_a, down_b = weights
         with autocast_disabled(slots.device.type):
             # All experts in one batched product, since all have as many slots.
-            bias = None if weights.bias is None else weights.bias[..., None]  # [E, F, 1]
+            x = rearrange(slots, "e n d -> e d n")
+            product = torch.bmm(first, x).to(down.dtype)  # [E, 2F or F, n]
+            if first_a is not None and first_b is not None:
+                low = torch.bmm(first_a, dropout(x, adapter_dropout))  # [E, R, n]
+                product = product + torch.bmm(first_b, low).to(down.dtype)
 
-            product = torch.bmm(
-                weights.first, rearrange(slots, "e n d -> e d n")
-            )  # [E, 2F or F, n]
-            product = product.to(weights.down.dtype)
+            bias = None if bias is None else bias[..., None]  # [E, F, 1]
             hidden = hidden_units(product, bias, self.form(), dim=1)  # [E, F, n]
-            outputs = torch.bmm(weights.down, hidden)  # [E, D, n]
+            outputs = torch.bmm(down, hidden)  # [E, D, n]
+            if down_a is not None and down_b is not None:
+                low = torch.bmm(down_a, dropout(hidden, adapter_dropout))  # [E, R', n]
+                outputs = outputs + torch.bmm(down_b, low)
             return rearrange(outputs, "e d n -> e n d").contiguous()
 
     def form(self) -> ExpertForm:
@@ -206,10 +255,13 @@ class Experts(nn.Module):
         dtype = self.down_proj.dtype
         return torch.float32 if dtype == torch.float16 and self.widens_float16 else dtype
 
-    def product_weights(self, *, fused: bool = False) -> ExpertWeights:
+    def product_weights(
+        self, adapters: Adapters = NO_ADAPTERS, *, fused: bool = False
+    ) -> ExpertWeights:
         """Returns this rank's weights in the dtypes of the products, gate and up side by side.
 
         Args:
+            adapters: Low-rank changes of the products.
             fused: Whether for a CPU's kernel, which computes in one dtype and converts the weights
                 of one expert at a time: quantized ones, and those in float16, stay as they are.
         """
@@ -217,12 +269,20 @@ class Experts(nn.Module):
         if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]
             first = first.flatten(1, 2)  # [E, 2F, D]
         dtype = self.output_dtype()
+        first_dtype = dtype if fused else self.product_dtype()
         bias = None if self.bias is None else local_shard(self.bias).to(dtype)
-        return ExpertWeights(
-            first=_product_weight(first, dtype if fused else self.product_dtype(), fused),
+        weights = ExpertWeights(
+            first=_product_weight(first, first_dtype, fused),
             down=_product_weight(local_shard(self.down_proj), dtype, fused),
             bias=bias,
         )
+        if adapters.first is not None:
+            a, b = adapters.first
+            weights = weights._replace(first_a=a.to(first_dtype), first_b=b.to(first_dtype))
+        if adapters.down is not None:
+            a, b = adapters.down
+            weights = weights._replace(down_a=a.to(dtype), down_b=b.to(dtype))
+        return weights
 
 
 def _product_weight(weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """The sparse feed-forward layer: all steps of a token in one forward."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from moe.distributed.mesh import ExpertAxis
 from moe.distributed.random_numbers import tp_random_numbers
 from moe.errors import ConfigError
 from moe.kernels.torch_private import is_exporting, is_in_functorch
+from moe.sparse.adapters import read_adapters, unwrapped
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import (
@@ -136,7 +137,8 @@ class SparseFeedForward(nn.Module):
 
         # Scores of every expert for every token, and the resulting plan.
         scores = self.router(inputs)  # logits [G, S, E]
-        plan = self.router.assign(scores, real_tokens(inputs), drop_tokens=drop_tokens)
+        router = unwrapped(self.router)
+        plan = router.assign(scores, real_tokens(inputs), drop_tokens=drop_tokens)
         for edit in self.plan_edits:
             plan = edit(scores, plan)
 
@@ -147,9 +149,10 @@ class SparseFeedForward(nn.Module):
         router_output = self._report(scores, plan) if report else None
 
         # Through the experts, and back to the tokens.
+        experts, adapters = read_adapters(self.experts, self.config.num_experts, self.ep)
         rate = self.config.expert_dropout_rate if self.training else 0.0
         with tp_random_numbers(self.tp, x.device, rate):
-            expert_outputs = self.experts(in_flight)  # rows, slots or, fused, tokens
+            expert_outputs = experts(in_flight, adapters)  # rows, slots or, fused, tokens
         combined = reduce_from_tp_region(dispatcher.combine(expert_outputs), self.tp)  # [T, D]
         combined = combined.unflatten(0, inputs.tokens.shape[:2])  # [G, S, D]
         return from_groups(combined, sequences).to(x.dtype), router_output
@@ -184,16 +187,13 @@ class SparseFeedForward(nn.Module):
         Returns:
             <dtype of the products>[G * S, D].
         """
-        # PEFT may have wrapped the experts in its own module.
-        experts: Any = self.experts
-        if hasattr(experts, "get_base_layer"):
-            experts = experts.get_base_layer()
-        return copy_to_tp_region(tokens.flatten(0, 1).to(experts.product_dtype()), self.tp)
+        dtype = unwrapped(self.experts).product_dtype()
+        return copy_to_tp_region(tokens.flatten(0, 1).to(dtype), self.tp)
 
     def _report(self, scores: RouterScores, plan: DispatchPlan) -> RouterOutput:
         # Losses keep their gradient; statistics have none. Both need the normalizer.
         scores = scores._replace(computed_normalizer=scores.log_normalizer)
-        losses = self.router.losses(scores, plan)
+        losses = unwrapped(self.router).losses(scores, plan)
         return RouterOutput(
             router_logits=scores.logits,
             plan=plan,

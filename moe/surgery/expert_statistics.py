@@ -18,6 +18,7 @@ from moe.distributed.collectives import reduce_from_tp_region, sum_each_over_ran
 from moe.errors import DataError
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.adapters import unwrapped
 from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
 from moe.sparse.groups import to_groups
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -77,7 +78,7 @@ def expert_statistics(
         sums[key] = ExpertStatistics(*map(torch.add, sums[key], of_batch))
 
     layers = sparse_layers(model)
-    edits = {key: partial(_dropless, layer.router) for key, layer in layers.items()}
+    edits = {key: partial(_dropless, unwrapped(layer.router)) for key, layer in layers.items()}
     with ExitStack() as stack, torch.no_grad():
         for key, layer in layers.items():
             stack.enter_context(layer.register_forward_hook(partial(add, key)))

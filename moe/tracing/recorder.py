@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
 from moe.errors import DataError
+from moe.sparse.adapters import unwrapped
 from moe.sparse.editing import LayerKey, Stack, sparse_layers
 from moe.sparse.groups import from_groups
 from moe.sparse.layer import RouterOutput
@@ -168,7 +169,7 @@ class Recording:
             config = layer.config
             reason = f"{stack} layer {number} has so many experts"
             check_integer("num_best", num_best, least=0, most=config.num_experts, reason=reason)
-            num_choices = type(layer.router).num_choices(config)
+            num_choices = unwrapped(layer.router).num_choices(config)
             facts = LayerFacts(stack, number, config.num_experts, num_choices, config.router)
             self._layers.append(facts)
 

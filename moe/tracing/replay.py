@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from moe.checks import check_choice
 from moe.errors import ConfigError, DataError
 from moe.models.blocks import Stack as StackModule
+from moe.sparse.adapters import unwrapped
 from moe.sparse.editing import LayerKey, PlanEdit, Stack, edit_routing, sparse_layers
 from moe.sparse.groups import from_groups, to_groups
 from moe.sparse.layer import SparseFeedForward
@@ -274,7 +275,7 @@ def _replayed(
         )
 
         # Weighted by this router, or as recorded.
-        combine_weight = layer.router.combine_weight(scores, replayed)
+        combine_weight = unwrapped(layer.router).combine_weight(scores, replayed)
         if weights == "replay":
             gate = recorded.gate[row].to(combine_weight)
             gate = gate.masked_fill(state_of_token != ACCEPTED, 0)

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from moe.distributed.collectives import is_rank_zero, sum_each_over_ranks
 from moe.errors import ConfigError
 from moe.models.outputs import STMoEOutput
+from moe.sparse.adapters import unwrapped
 from moe.sparse.editing import sparse_layers
 from moe.sparse.stats import RouterStats
 from moe.training.router_health import DeadExperts, router_values
@@ -95,7 +96,7 @@ class RouterStatsCallback(TrainerCallback):
         """Lets the routers learn from the load of the update, once for each update."""
         for layer, stats in zip(model.sparse_layers(), self._since_update, strict=True):
             if learns_from_load(layer):
-                layer.router.update(stats.all_reduce())
+                unwrapped(layer.router).update(stats.all_reduce())
 
         self._since_log = add_layer_stats(self._since_log, self._since_update)
         self._since_update = []

@@ -21,6 +21,7 @@ from moe.errors import ConfigError
 from moe.models.losses import LossCounts, add_counts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
+from moe.sparse.adapters import unwrapped
 from moe.sparse.config import BalanceScope
 from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_group
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -233,7 +234,7 @@ def take_step(
     # Routers that balance without a loss get the load of the whole batch, once per update.
     for layer, stats_of_layer in zip(model.sparse_layers(), layer_stats, strict=True):
         if learns_from_load(layer):
-            layer.router.update(stats_of_layer)
+            unwrapped(layer.router).update(stats_of_layer)
 
     num_encoder_layers = model.config.num_sparse_encoder_layers
     return StepMetrics(
@@ -435,10 +436,10 @@ def router_outputs(output: STMoEOutput) -> tuple[RouterOutput, ...]:
 
 def learns_from_load(layer: SparseFeedForward) -> bool:
     """Returns whether a layer's router has its own `update` and is not frozen."""
-    router = layer.router
+    router = unwrapped(layer.router)
     if not isinstance(router, Router) or type(router).update is Router.update:
         return False
-    return any(parameter.requires_grad for parameter in router.parameters())
+    return any(parameter.requires_grad for parameter in layer.router.parameters())
 
 
 def add_layer_stats(total: list[RouterStats], stats: list[RouterStats]) -> list[RouterStats]:

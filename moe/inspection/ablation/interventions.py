@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe.sparse.adapters import unwrapped
 from moe.sparse.editing import LayerEdit, LayerKey, PlanEdit, edit_routing
 from moe.sparse.edits import RerouteExperts, choose_again, drop_choices
 from moe.sparse.layer import SparseFeedForward
@@ -124,6 +125,6 @@ class _RerouteChoices(LayerEdit):
             count = torch.zeros_like(scores.logits)
             count = count.scatter_add(-1, plan.expert_index, choices.to(count))
             barred = count > 0
-            return choose_again(layer.router, scores, plan, barred)
+            return choose_again(unwrapped(layer.router), scores, plan, barred)
 
         return reroute
