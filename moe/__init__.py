@@ -12,10 +12,10 @@ from moe.errors import CheckpointError, ConfigError, DataError, MoEError
 from moe.hosts.answering import load
 from moe.models.configuration import STMoEConfig
 from moe.models.encoder import STMoEEncoderModel
+from moe.models.lora import lora_config
 from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
 from moe.models.parallelize import shard_model
 from moe.models.presets import PRESETS
-from moe.models.trainable_parameters import lora_config
 from moe.serving.batch_generator import BatchGenerator
 from moe.sparse.config import SparseConfig
 from moe.sparse.editing import edit_routing

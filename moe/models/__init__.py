@@ -2,10 +2,11 @@
 
 from moe.models.configuration import STMoEConfig
 from moe.models.encoder import STMoEEncoderModel
+from moe.models.lora import lora_config
 from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
 from moe.models.parallelize import shard_model
 from moe.models.presets import PRESETS
-from moe.models.trainable_parameters import lora_config, select_parameters
+from moe.models.trainable_parameters import select_parameters
 
 __all__ = [
     "PRESETS",

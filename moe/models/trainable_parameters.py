@@ -1,24 +1,14 @@
-"""Which parameters fine-tuning trains: the paper's subsets, and LoRA adapters for PEFT."""
+"""Which parameters fine-tuning trains: the paper's subsets."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from torch import nn
+from typing import NamedTuple
 
 from moe.errors import ConfigError, did_you_mean
 from moe.kernels.quantized_weight import FIXED
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import rule_names
 from moe.models.pretrained import STMoEPreTrainedModel
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
-
-# ---------------------------------------------------------------------------
-# Subsets
 
 _KIND_OF_RULE = {
     "embedding": "embedding",
@@ -151,79 +141,3 @@ def check_subset(subset: str) -> None:
             "There is no subset of parameters called "
             f"{subset!r}.{did_you_mean(subset, SUBSETS)} Known: {', '.join(SUBSETS)}."
         )
-
-
-# ---------------------------------------------------------------------------
-# Adapters
-
-
-def lora_config(
-    model: nn.Module,
-    *,
-    experts: bool = True,
-    attention: bool = True,
-    rank: int = 8,
-    alpha: float = 16,
-    **options: Any,
-) -> LoraConfig:
-    """Returns a PEFT configuration whose adapters all attach to parameters of `model`.
-
-    PEFT's own `target_modules="all-linear"` attaches nothing to the experts, without a warning: they are stacked
-    parameters, not linear modules, and are listed in `target_parameters`. An adapter of experts is one A and one B of
-    `rank` for each expert; B starts at zero, so that attaching changes no output.
-
-    Example:
-        model = peft.get_peft_model(model, moe.lora_config(model))
-        ...train...
-        model.save_pretrained(folder)                     # the adapters alone
-        model = model.merge_and_unload()                  # a plain model again
-
-    Args:
-        model: A model of this library, whole and without adapters.
-        experts: Whether every expert of every sparse layer gets adapters, on both of its products.
-        attention: Whether queries, keys, values and outputs of all attention get them.
-        rank: Inner width; more trains more parameters.
-        alpha: The adapters' product is scaled by alpha / rank.
-        options: Further fields of `peft.LoraConfig`. PEFT applies few of them to the stacked
-            parameters of experts, e.g. neither `use_dora` nor `lora_dropout`.
-
-    Raises:
-        ConfigError: When peft is not installed, or the model has no experts.
-        TypeError: When an option is unknown to peft or given by the arguments above.
-    """
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ConfigError(
-            "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
-        ) from error
-
-    if isinstance(model, STMoEForConditionalGeneration):
-        options = {"task_type": "SEQ_2_SEQ_LM", **options}
-    if not isinstance(model, STMoEPreTrainedModel):
-        raise ConfigError(
-            f"lora_config got a {type(model).__name__}; expected a model of this library "
-            "without adapters. Call it before get_peft_model, or after merge_and_unload."
-        )
-
-    # PEFT finds modules and parameters by the ends of their names.
-    projections: set[str] = set()
-    expert_weights: set[str] = set()
-    for name, rule in rule_names(model).items():
-        *_, owner, leaf = name.split(".")
-        if rule.startswith("attention"):
-            projections.add(owner)
-        elif rule in ("experts in", "experts out"):
-            expert_weights.add(f"{owner}.{leaf}")
-
-    if experts and not expert_weights:
-        raise ConfigError(
-            "lora_config got experts=True, but the model is dense. Pass experts=False."
-        )
-    return LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft says int
-        target_modules=sorted(projections) if attention else None,
-        target_parameters=sorted(expert_weights) if experts else None,
-        **options,
-    )
