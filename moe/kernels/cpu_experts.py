@@ -305,8 +305,10 @@ def run_backward(
     d_weight = torch.empty_like(rows.weight) if needs_weight else None
     d_stacked: list[_WeightGradient | None] = []
     for weight, is_needed in zip(weights, needs_stacked, strict=True):
-        has_gradient = is_needed and weight is not None
-        d_stacked.append(_WeightGradient(weight, num_rows) if has_gradient else None)
+        if weight is None or not is_needed:
+            d_stacked.append(None)
+        else:
+            d_stacked.append(_WeightGradient(weight, num_rows))
     d_first, d_down, d_bias, d_first_a, d_first_b, d_down_a, d_down_b = d_stacked
     first_adapter = _Adapter(first_a, first_b, d_first_a, d_first_b)
     down_adapter = _Adapter(down_a, down_b, d_down_a, d_down_b)

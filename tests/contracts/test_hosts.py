@@ -9,8 +9,9 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 
+from moe import lora_config
 from moe.checkpoint.loading import load_model
 from moe.errors import CheckpointError
 from moe.hosts.all_hosts import load_hosts
@@ -174,8 +175,9 @@ def test_checkpointed_gradients_are_the_same(name, dtype):
 def test_experts_learn_by_lora(name, tmp_path):
     sparse = sparse_host(name)
     before = logits(sparse)
-    config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
-    model = get_peft_model(sparse, config)
+    model = get_peft_model(sparse, lora_config(sparse, rank=2))
+    adapted = {n.rpartition(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters()}
+    assert {"experts", "base_layer", "q_proj", "o_proj"} <= adapted
     close(logits(model), before)
     model.train()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)

@@ -7,12 +7,24 @@ import math
 
 import pytest
 import torch
+from einops import rearrange
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe.sparse.dispatch
 import moe.sparse.layer
-from moe import ConfigError, SparseConfig, lora_config, record_routing
+from moe import (
+    ConfigError,
+    SparseConfig,
+    SparseFeedForward,
+    lora_config,
+    record_routing,
+    replace_feed_forward,
+)
 from moe.kernels.expert_rows import ExpertRows
+from moe.kernels.expert_weights import is_quantized
 from moe.sparse.adapters import NO_ADAPTERS, Adapters, LowRank, read_adapters
 from moe.sparse.dispatch import Arrived, SortedRows, UngatheredRows
 from moe.sparse.experts import Experts
@@ -266,3 +278,203 @@ def test_the_gate_of_a_router_takes_an_adapter():
     change = wrapper.lora_B["default"].weight @ wrapper.lora_A["default"].weight
     merged = model.merge_and_unload().sparse_layers()[0].router.gate
     close(merged, gate + 8 / 3 * change)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many numbers the largest new tensor has; views of parameters are not new."""
+
+    def __init__(self, layer):
+        super().__init__()
+        plain = [p for p in layer.parameters() if not is_quantized(p)]
+        self.known = {p.untyped_storage().data_ptr() for p in plain}
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_float = type(result) is torch.Tensor and result.is_floating_point()
+        if is_float and result.untyped_storage().data_ptr() not in self.known:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def adapted_layer(dispatch="ragged", rank=3, **fields):
+    """Returns a layer of many experts with adapters, whose weights are larger than all else."""
+    torch.manual_seed(0)
+    config = SparseConfig(
+        64, 128, 23, dispatch=dispatch, router="switch", num_selected_experts=1, **fields
+    )
+    layer = nn.ModuleDict({"sparse": SparseFeedForward(config)})
+    layer = get_peft_model(layer, lora_config(layer, rank=rank)).base_model.model
+    randomize(layer)
+    return layer["sparse"]
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a dispatch mode sees this thread only
+    yield
+    torch.set_num_threads(threads)
+
+
+QUANTIZED = {"bits": 4, "group_size": 32}
+
+
+@pytest.mark.parametrize("form", ["fused", "rows", "slots", "quantized", "quantized rows"])
+def test_no_tensor_of_a_step_is_as_large_as_the_stack(form, one_thread, monkeypatch, plain_peft):
+    if form.endswith("rows"):
+        monkeypatch.setattr(moe.sparse.dispatch, "has_fused_experts", lambda _: False)
+    fields = {"expert_quantization": QUANTIZED} if form.startswith("quantized") else {}
+    layer = adapted_layer("static" if form == "slots" else "ragged", **fields).train()
+    x = torch.randn(2, 8, 64, requires_grad=True)
+    with LargestTensor(layer) as largest:
+        layer(x)[0].square().sum().backward()
+    assert layer.experts.lora_A["default"].weight.grad.abs().max() > 0
+    assert 0 < largest.numel < 23 * 64 * 128
+
+    # PEFT's own forward pass has one, which this test would see.
+    plain_peft()
+    with LargestTensor(layer) as largest:
+        layer(x)
+    assert largest.numel >= 23 * 64 * 128
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_quantized_experts_train_adapters_as_the_dequantized_ones_do(dropout):
+    quantized = adapted_layer(expert_quantization=QUANTIZED).train()
+    plain = adapted_layer().train()
+    for ours, theirs in zip(unwrapped_weights(plain), unwrapped_weights(quantized), strict=True):
+        ours.data.copy_(theirs.dequantize())
+    for layer in (plain, quantized):
+        for wrapper in (layer.experts, layer.experts.base_layer):
+            wrapper.lora_dropout["default"] = nn.Dropout(dropout)
+    x = torch.randn(2, 40, 64)
+    gradients = []
+    for layer in (plain, quantized):
+        torch.manual_seed(1)
+        layer(x)[0].square().sum().backward()
+        gradients.append([p.grad for p in layer.parameters() if p.requires_grad])
+    assert len(gradients[0]) == 4
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def unwrapped_weights(layer):
+    experts = layer.experts.get_base_layer()
+    return experts.gate_up_proj, experts.down_proj
+
+
+def test_factors_move_only_where_an_expert_has_rows():
+    layer = adapted_layer().double().train()
+    y, router_output = layer(torch.randn(1, 7, 64, dtype=torch.float64))
+    y.square().sum().backward()
+    expert, _ = router_output.plan.expert_index.flatten().unique(return_counts=True)
+    has_rows = torch.zeros(23, dtype=torch.bool).index_fill(0, expert, True)
+    assert 0 < has_rows.sum() < 23
+    for wrapper in (layer.experts, layer.experts.base_layer):
+        d_a = wrapper.lora_A["default"].weight.grad.view(23, 3, -1)
+        d_b = wrapper.lora_B["default"].weight.grad.view(-1, 3, 23)
+        assert torch.equal(d_a.abs().amax((1, 2)) > 0, has_rows)
+        assert torch.equal(d_b.abs().amax((0, 1)) > 0, has_rows)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 64])
+@pytest.mark.parametrize("form", ["fused", "rows"])
+def test_bfloat16_is_close_to_float64_at_any_rank(form, rank, monkeypatch):
+    if form == "rows":
+        monkeypatch.setattr(moe.sparse.dispatch, "has_fused_experts", lambda _: False)
+    results = []
+    x = torch.randn(2, 40, 64)
+    for dtype in (torch.float64, torch.bfloat16):
+        layer = adapted_layer(rank=rank).bfloat16().to(dtype).eval()
+        y = layer(x.bfloat16().to(dtype))[0]
+        y.sum().backward()
+        results.append([y, *(p.grad for p in layer.parameters() if p.requires_grad)])
+    for exact, rounded in zip(*results, strict=True):
+        assert rounded.dtype == torch.bfloat16
+        assert (rounded.double() - exact).norm() < 0.03 * exact.norm()
+
+
+def output_and_gradients(layer, run):
+    """Returns the output for fixed tokens, and the gradients of all that trains, by one of the layer's forms."""
+    torch.manual_seed(1)
+    for parameter in layer.parameters():
+        parameter.grad = None
+    y = run(torch.randn(2, 13, 64, dtype=torch.float64))[0]
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in layer.parameters() if p.requires_grad)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch's compiler
+@pytest.mark.parametrize("form", ["fused", "rows", "slots"])
+def test_a_compiled_layer_has_the_same_outputs_and_gradients(form, monkeypatch):
+    if form == "rows":
+        monkeypatch.setattr(moe.sparse.dispatch, "has_fused_experts", lambda _: False)
+    layer = adapted_layer(**FORMS[form]).double().eval()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    expected = output_and_gradients(layer, layer)
+    assert len(expected) == 1 + 4
+    for a, b in zip(output_and_gradients(layer, compiled), expected, strict=True):
+        close(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # where the graph breaks
+def test_a_compiled_layer_drops_inputs_of_adapters_as_an_eager_one_does():
+    layer = adapted_layer().double().eval()
+    layer.experts.train()
+    for wrapper in (layer.experts, layer.experts.base_layer):
+        wrapper.lora_dropout["default"] = nn.Dropout(0.25)
+    compiled = torch.compile(layer, backend="aot_eager")
+    expected = output_and_gradients(layer, layer)
+    for a, b in zip(output_and_gradients(layer, compiled), expected, strict=True):
+        close(a, b)
+    dropped, *_ = expected
+    layer.eval()
+    assert not torch.allclose(output_and_gradients(layer, layer)[0], dropped)
+
+
+def test_another_transformer_gets_adapters_of_its_experts(plain_peft):
+    torch.manual_seed(0)
+    transformer = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(29, 1, 31, batch_first=True), 2, enable_nested_tensor=False
+    )
+    config = SparseConfig(29, 31, 7)
+    replace_feed_forward(transformer.layers[1], config)
+    transformer = transformer.double().eval()
+    model = get_peft_model(transformer, lora_config(transformer, rank=3, attention=False))
+    randomize(model)
+    x = torch.randn(2, 13, 29, dtype=torch.float64)
+    with torch.no_grad():
+        ours = model(x)
+        plain_peft()
+        close(ours, model(x))
+
+
+def test_bad_ranks_options_and_adapters_are_refused_with_their_shapes(tmp_path):
+    with pytest.raises(ConfigError, match=r"rank=32; expected at most 15, the width of .*q_proj"):
+        lora_config(tiny_model(), rank=32)
+    with pytest.raises(ConfigError, match=r"rank=30; expected at most 29, .*experts"):
+        lora_config(tiny_model(), rank=30, attention=False)
+    with pytest.raises(ConfigError, match="adapts nothing"):
+        lora_config(tiny_model(), experts=False, attention=False)
+    for option in ({"use_dora": True}, {"lora_bias": True}, {"init_lora_weights": "pissa"}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            lora_config(tiny_model(), **option)
+
+    # An adapter of another number of experts, and one whose B is stored with the experts first.
+    model = attach(tiny_model(num_experts=5))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"15, 31\]\).*21, 31\]"):
+        PeftModel.from_pretrained(tiny_model(), tmp_path)
+    model = attach(tiny_model())
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    for name, weight in state.items():
+        if ".experts." in name and "lora_B" in name:
+            state[name] = rearrange(weight, "o (r e) -> e o r", e=7).contiguous()
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(RuntimeError, match=r"7, 29, 3\]\).*29, 21\]"):
+        PeftModel.from_pretrained(tiny_model(), tmp_path)
