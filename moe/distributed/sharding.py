@@ -120,7 +120,7 @@ def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
     """Returns the first rule that covers a parameter.
 
     Args:
-        name: Name of the parameter.
+        name: Name of the parameter; PEFT's `.base_layer` in it counts for nothing.
         shape: Shape of the parameter, for the message.
         rules: Rules in the order in which they are tried.
 
@@ -128,7 +128,7 @@ def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
         ConfigError: When no rule covers it.
     """
     for rule in rules:
-        if re.fullmatch(rule.pattern, name):
+        if re.fullmatch(rule.pattern, name.replace(".base_layer", "")):
             return rule
     raise ConfigError(
         f"No rule defines the layout of parameter {name} of shape {tuple(shape)} on a mesh. Add a Rule for it, or "

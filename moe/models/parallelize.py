@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from moe.checks import check
 from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
 from moe.distributed.sharding import (
     Layout,
@@ -31,6 +32,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel
+from moe.sparse.adapters import unwrapped
 from moe.sparse.experts import Experts
 from moe.sparse.layer import SparseFeedForward
 
@@ -62,6 +64,8 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
         # Dense layers: hidden units over tp.
         Rule("feed-forward in", r".*\.feed_forward\.up_proj\.weight", tp_dim=-2, packed=gated),
         Rule("feed-forward out", r".*\.feed_forward\.down_proj\.weight", tp_dim=-1),
+        # Low-rank adapters: those of experts are whole on every rank of ep, too.
+        Rule("adapter", r".*\.lora_[AB]\..*"),
     )
 
 
@@ -81,13 +85,18 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
         mesh: Sizes of the mesh.
 
     Raises:
-        ConfigError: When no rule covers one of them, or experts are quantized.
+        ConfigError: When no rule covers one of them, or the mesh has several ranks and experts are
+            quantized, or shards hidden units of a model with adapters.
     """
-    refuse_quantized(config, "trained or sharded over ranks")
+    if mesh.num_ranks > 1:
+        refuse_quantized(config, "sharded over ranks")
     rules = sharding_rules(config)
     layouts: dict[str, Layout] = {}
     for name, parameter in model.named_parameters():
         layouts[name] = find_layout(name, parameter.shape, rules, mesh)
+
+    has_adapters = any(layout.rule == "adapter" for layout in layouts.values())
+    check(mesh.tp == 1 or not has_adapters, "mesh.tp", mesh.tp, "1 for a model with adapters")
     return layouts
 
 
@@ -173,7 +182,7 @@ def shard_over_data_ranks(
             if not isinstance(layer, SparseFeedForward):
                 continue
             if mesh.experts.size() > 1:
-                shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
+                shard_unit(unwrapped(layer.experts), mesh, dims, experts=True, bfloat16=bfloat16)
 
             # A router is a separate unit only if it must stay wider than its block.
             has_gate = next(layer.router.parameters(), None) is not None

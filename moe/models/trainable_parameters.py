@@ -23,8 +23,9 @@ _KIND_OF_RULE = {
     "expert bias": "experts",
     "feed-forward in": "ffn",
     "feed-forward out": "ffn",
+    "adapter": "adapters",
 }
-_ALL = frozenset(_KIND_OF_RULE.values())
+_ALL = frozenset(_KIND_OF_RULE.values()) - {"adapters"}
 
 SUBSETS = {
     "all": _ALL,
@@ -33,6 +34,7 @@ SUBSETS = {
     "attention": frozenset({"attention"}),
     "ffn": frozenset({"ffn"}),
     "router_frozen": _ALL - {"router"},
+    "lora": frozenset({"adapters"}),
 }
 """Kinds of parameters that train, by the name of the subset."""
 
@@ -43,7 +45,7 @@ class Selection(NamedTuple):
     Attributes:
         subset: Name of the subset.
         trainable: Parameters that train, by kind.
-        total: All parameters, by kind: embedding, head, norms, attention, router, experts, ffn.
+        total: All parameters, by kind: embedding, head, norms, attention, router, experts, ffn, adapters.
     """
 
     subset: str
@@ -77,12 +79,13 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     - `ffn`: the dense feed-forward layers, including those next to sparse ones; slightly better
       than all.
     - `router_frozen`: everything but routers (not in the paper).
+    - `lora`: adapters that `model.add_adapter(lora_config(model))` attached (not in the paper).
 
     Norms, embedding and head train with `all`, `non_moe` and `router_frozen` only, the norm before
     a sparse layer too.
 
     Args:
-        model: Any model of this library, without adapters.
+        model: Any model of this library; not a PeftModel around it.
         subset: One of the names above.
 
     Raises:

@@ -345,8 +345,8 @@ def test_what_quantized_experts_cannot_do_is_refused(folder, tmp_path):
         open_checkpoint(folder / "q8")
     with pytest.raises(ConfigError, match="8 bits"):
         quantize_checkpoint(folder / "q8", tmp_path, FOUR)
-    with pytest.raises(ConfigError, match=r"8 bits.*trained or sharded"):
-        model_layouts(model, model.config, MeshConfig())
+    with pytest.raises(ConfigError, match=r"8 bits.*sharded over ranks"):
+        model_layouts(model, model.config, MeshConfig(ep=2))
     two = SimpleNamespace(config=MeshConfig(ep=2))
     with pytest.raises(ConfigError, match=r"8 bits.*sharded over ranks"):
         load_model_on_mesh(folder / "q8", two)

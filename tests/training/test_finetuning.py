@@ -38,14 +38,18 @@ def members(model, subset):
     """Returns by the modules what should train."""
     everything = {name for name, _ in model.named_parameters()}
     sparse = inside(model, SparseFeedForward)
-    return {
+    adapters = {name for name in everything if ".lora_" in name}
+    if subset == "lora":
+        return adapters
+    with_adapters = {
         "all": everything,
         "non_moe": everything - sparse,
         "moe": sparse,
         "attention": inside(model, Attention, RelativePositionBias),
         "ffn": inside(model, FeedForward),
         "router_frozen": {name for name in everything if ".router." not in name},
-    }[subset]
+    }
+    return with_adapters[subset] - adapters
 
 
 def trains(model):
@@ -64,12 +68,14 @@ def moved_since(before, model):
 def test_a_subset_is_what_lies_in_its_modules_and_is_counted():
     for fields in ({}, {"expert_bias": "additive", "tie_word_embeddings": True}):
         model = tiny_model(**fields)
+        model.add_adapter(lora_config(model))
         for subset in SUBSETS:  # an earlier choice leaves nothing behind
             selection = select_parameters(model, subset)
             trained, total = sum(selection.trainable.values()), sum(selection.total.values())
             assert trains(model) == members(model, subset)
             assert trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
-            assert total == model.config.num_parameters() == sum(selection.total.values())
+            of_adapters = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
+            assert total == model.config.num_parameters() + of_adapters
 
             title, *lines = str(selection).splitlines()
             assert title.startswith(f"{subset}: {trained:,} of {total:,} parameters train (")
@@ -102,6 +108,8 @@ def test_adapters_are_not_a_model_to_choose_from():
 def updated(subset, **fields):
     """Returns a model of which a subset took one step, its optimizer, and the weights before."""
     model = tiny_model(**fields).train()
+    if subset == "lora":
+        model.add_adapter(lora_config(model, init_lora_weights=False))
     select_parameters(model, subset)
     before = copy_of(model)
     recipe = FinetuneRecipe(optim=OptimRecipe(lr=0.01), training=TrainingRecipe(batch_size=4))
