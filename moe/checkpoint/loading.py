@@ -17,6 +17,7 @@ from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, MeshCoordinate, copy_shard, local_shard
 from moe.errors import CheckpointError, MoEError
 from moe.files import find_model
+from moe.models.adapter_files import attach_saved_adapters, find_base, stored_name
 from moe.models.card import find_source_model
 from moe.models.checkpoint_formats import read_json_object
 from moe.models.configuration import STMoEConfig
@@ -35,6 +36,7 @@ from moe.models.weight_files import (
     incomplete,
     open_weights,
 )
+from moe.sparse.adapters import unwrapped
 
 
 def _no_tensor(name: str) -> bool:
@@ -169,6 +171,7 @@ def load_model_on_mesh(
     bfloat16: bool = False,
     gather: bool = True,
     begins_anew: Callable[[str], bool] = _no_tensor,
+    attach: Callable[[STMoEForConditionalGeneration], None] | None = None,
 ) -> tuple[STMoEForConditionalGeneration, dict[str, Layout]]:
     """Returns the model of a folder sharded over a mesh, and the layouts of its parameters.
 
@@ -182,6 +185,7 @@ def load_model_on_mesh(
         bfloat16: See `shard_model`.
         gather: See `shard_model`.
         begins_anew: See `load_model`.
+        attach: Attaches new adapters to the model before it is sharded; their numbers are then 0. None for none.
 
     Raises:
         CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
@@ -193,10 +197,12 @@ def load_model_on_mesh(
     if config.expert_quantization is not None and mesh.config.num_ranks == 1:
         return load_model(folder, config=config), {}
     refuse_quantized(config, "sharded over ranks", folder)
-    check_weights_together(Path(folder))
+    check_weights_together(Path(find_base(folder) or folder))
     model, saved = _empty_model(folder, config, begins_anew)
 
     # Sharded before it has memory, so that a rank allocates only its shards.
+    if attach is not None:
+        attach(model)
     torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
     layouts = shard_model(model, mesh, bfloat16=bfloat16, gather=gather)
     model.to_empty(device=mesh.device_mesh.device_type)
@@ -205,12 +211,13 @@ def load_model_on_mesh(
     coordinate = MeshCoordinate.of(mesh)
     for name, tensor in stored_tensors(model).items():
         shard = local_shard(tensor).detach()
-        if name not in saved:
+        stored = saved.get(stored_name(name))
+        if stored is None:
             shard.zero_()
         elif name in layouts:
-            copy_shard(saved[name].read(), shard, layouts[name], mesh.config, coordinate)
+            copy_shard(stored.read(), shard, layouts[name], mesh.config, coordinate)
         else:
-            shard.copy_(saved[name].read())
+            shard.copy_(stored.read())
 
     gather_or_raise(lambda: refuse_not_finite(model, folder))
     return _finished(model, folder), layouts
@@ -222,14 +229,14 @@ def _load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGenera
     config = STMoEConfig.from_pretrained(folder, **fields)
     refuse_quantized(config, "mapped", folder)
     model, saved = _empty_model(folder, config, _no_tensor)
-    weights = {name: tensor.read() for name, tensor in saved.items()}  # without a copy
+    weights = {name: saved[stored_name(name)].read() for name in stored_tensors(model)}  # no copy
 
     # from_pretrained converts all down projections of float16; here experts are, one at a time.
     for name, weight in weights.items():
         if weight.dtype == torch.float16 and name.endswith(".feed_forward.down_proj.weight"):
             weights[name] = weight.float()
     for layer in model.sparse_layers():
-        layer.experts.widens_float16 = True
+        unwrapped(layer.experts).widens_float16 = True
     model.load_state_dict(weights, assign=True, strict=False)
     model.tie_weights()
     return _finished(model, folder).requires_grad_(False)
@@ -306,10 +313,13 @@ def _empty_model(
     Raises:
         CheckpointError: Lists what does not fit.
     """
-    saved = open_weights(find_weight_files(folder, use_safetensors=True))
+    base = find_base(folder)
+    saved = open_weights(find_weight_files(base or folder, use_safetensors=True))
     with torch.device("meta"):
         model = STMoEForConditionalGeneration(config)
-    expected = stored_tensors(model)
+    if base is not None:
+        saved |= attach_saved_adapters(model, folder)
+    expected = {stored_name(name): tensor for name, tensor in stored_tensors(model).items()}
     shapes = {name: tensor.shape for name, tensor in saved.items()}
 
     for name in expected.keys() ^ shapes.keys():

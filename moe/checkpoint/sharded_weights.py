@@ -32,9 +32,10 @@ from moe.distributed.sharding import (
     shard_slices,
 )
 from moe.distributed.verification import gather_sha256
+from moe.models.adapter_files import is_adapter, stored_name
 from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.weight_files import DTYPES, remove_replaced_weights, write_weight_sums
+from moe.models.weight_files import DTYPES, remove_replaced_weights, stored_state, write_weight_sums
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -85,7 +86,8 @@ def write_model(
 ) -> None:
     """Writes what `save_pretrained` would, byte for byte; every rank must call it.
 
-    No rank holds more than its shards and a copy of one. A failure on one rank is raised on all.
+    Of a model with adapters these are the adapters, its config and its card. No rank holds more than
+    its shards and a copy of one. A failure on one rank is raised on all.
 
     Args:
         model: Whole, or sharded by `shard_model`.
@@ -99,13 +101,17 @@ def write_model(
     Raises:
         OSError: When the disk is full or fails.
     """
-    tensors = stored_tensors(model)
+    tensors = stored_state(stored_tensors(model))
+    adapters = {stored_name(name): x for name, x in tensors.items() if is_adapter(name)}
+    stem = "adapter_model" if adapters else "model"
+    tensors = adapters or tensors
+    layouts = {stored_name(name): layout for name, layout in layouts.items()}
 
     def begin() -> dict[str, TensorPlace]:
         _write_config(model, folder, sections)
         buffers = tensors.keys() - {name for name, _ in model.named_parameters()}
         return begin_weights(
-            folder, whole_tensors(tensors, layouts), max_shard_size, buffers=buffers
+            folder, whole_tensors(tensors, layouts), max_shard_size, buffers=buffers, stem=stem
         )
 
     # Files of their full size, which all ranks fill; checksums once all of them have.
@@ -121,6 +127,7 @@ def begin_weights(
     max_shard_size: int | str,
     *,
     buffers: Container[str] = (),
+    stem: str = "model",
 ) -> dict[str, TensorPlace]:
     """Writes the headers and the index of `save_pretrained`'s files, and reserves space for the tensors.
 
@@ -131,12 +138,13 @@ def begin_weights(
         tensors: <any>[...] by name; they need no memory.
         max_shard_size: Bytes of a file.
         buffers: Names of the tensors that are not parameters.
+        stem: Name of a single file, before `.safetensors`.
 
     Returns:
         Where each tensor belongs, by name; see `write_tensor`.
     """
     split = split_torch_state_dict_into_shards(
-        dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        dict(tensors), filename_pattern=stem + "{suffix}.safetensors", max_shard_size=max_shard_size
     )
     index = [SAFE_WEIGHTS_INDEX_NAME] if split.is_sharded else []
     remove_replaced_weights(folder, [*split.filename_to_tensors, *index])
@@ -285,8 +293,13 @@ def _write_config(
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+    adapters = getattr(model, "peft_config", {}).get("default")
+    if adapters is not None:
+        adapters.save_pretrained(folder)
 
     # Hosts of sparse layers have no card.
     if isinstance(model, STMoEForConditionalGeneration):
-        card = model_card(model.config, base_model=model.source_model, sections=sections)
+        card = model_card(
+            model.config, base_model=model.source_model, sections=sections, adapters=adapters
+        )
         write_card(folder, card)

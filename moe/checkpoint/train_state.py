@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from moe.checkpoint.sharded_weights import stored_tensors
 from moe.distributed.sharding import Layout, local_shard
+from moe.kernels.quantized_weight import QuantizedWeight
+from moe.models.adapter_files import is_adapter
 
 OPTIMIZER = "optimizer/"
 
@@ -21,9 +23,17 @@ _ROW_STATE = "v_row"
 
 
 def model_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-    """Returns parameters and buffers <any>[...] by name, gate and up separate, in the model's memory."""
+    """Returns parameters and buffers <any>[...] by name, gate and up separate, in the model's memory.
+
+    Of a model with adapters these are the adapters alone. Quantized weights are left out, since they
+    never change.
+    """
+    stored = stored_tensors(model)
+    adapters = {name: tensor for name, tensor in stored.items() if is_adapter(name)}
     tensors = {}
-    for name, tensor in stored_tensors(model).items():
+    for name, tensor in (adapters or stored).items():
+        if isinstance(tensor, QuantizedWeight):
+            continue
         if name in layouts:
             tensor = _unpack(tensor.detach(), layouts[name].shape)
         tensors[name] = tensor

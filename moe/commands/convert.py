@@ -1,8 +1,10 @@
-"""stmoe convert: converts checkpoints of T5, Switch and T5X to ours, and ours to T5 and Switch.
+"""stmoe convert: converts checkpoints of T5, Switch and T5X to ours, and ours to T5 and Switch; it dequantizes
+experts, and merges adapters.
 
 stmoe convert --from google/switch-base-8 --to runs/switch-base-8
 stmoe convert --from runs/switch-base-8 --to runs/theirs --format switch
 stmoe convert --from checkpoint_500100/ --to runs/t5x --set eval_capacity_factor=null
+stmoe convert --from runs/lora/best/model --to runs/merged
 """
 
 from collections.abc import Sequence

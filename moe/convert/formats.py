@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig
 
@@ -29,6 +29,7 @@ from moe.convert.weight_map import (
 )
 from moe.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILE, load_tokenizer
 from moe.errors import CheckpointError
+from moe.models.adapter_files import attach_saved_adapters, find_base, is_adapter, stored_name
 from moe.models.checkpoint_formats import find_format, read_json_object
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
@@ -74,7 +75,7 @@ def open_checkpoint(
     See `conversion_report` for other arguments and errors.
 
     Args:
-        source: The checkpoint.
+        source: The checkpoint; a folder of adapters is their base model with them merged.
         dequantize: Whether quantized experts are read as floats; otherwise they are refused.
         settings: Fields of STMoEConfig that differ, and where the hub's files are.
     """
@@ -93,14 +94,54 @@ def open_checkpoint(
     if not dequantize:
         refuse_quantized(config, "changed", source)
 
+    config = config.replaced(expert_quantization=None)
+    base = find_base(source, **download)
+    if base is not None:
+        checkpoint = open_checkpoint(base, dequantize=True)
+        return merge_adapters(checkpoint._replace(config=config), source, **download)
+
     if find_format(raw_config) is not None:
         return open_hf_checkpoint(source, raw_config, config, **download)
 
     # Ours: every weight is a tensor of the same name.
     stored = open_weights(find_weight_files(source, **download))
-    config = config.replaced(expert_quantization=None)
     weight_map = [WeightMapping(name, (name,)) for name in empty_weights(config)]
     return convert_weights(str(source), config, weight_map, stored, ignored={})
+
+
+def merge_adapters(
+    checkpoint: ConvertedCheckpoint, source: Path | str, **download: Any
+) -> ConvertedCheckpoint:
+    """Returns a base model with adapters added to its weights, each when it is read.
+
+    Args:
+        checkpoint: The base model, in floats.
+        source: Folder or hub name of the adapters.
+        download: `revision`, `token`, `cache_dir` and the like.
+    """
+    # PEFT's layers, around a model without memory.
+    with torch.device("meta"):
+        model = STMoEForConditionalGeneration(checkpoint.config)
+    stored = attach_saved_adapters(model, source, **download)
+    factors = {n: stored[stored_name(n)].read() for n in model.state_dict() if is_adapter(n)}
+    model.load_state_dict(factors, strict=False, assign=True)
+
+    weights = dict(checkpoint.weights)
+    for path, layer in model.named_modules():
+        if hasattr(layer, "get_delta_weight"):
+            leaf = getattr(layer, "parameter_name", "weight")
+            name = stored_name(f"{path}.{leaf}")
+            read = partial(_read_merged, weights[name], layer, leaf)
+            weights[name] = LazyTensor(weights[name].shape, weights[name].dtype, read)
+    return checkpoint._replace(weights=weights)
+
+
+def _read_merged(weight: LazyTensor, layer: Any, name: str) -> Tensor:
+    """Returns a weight <dtype>[..., O, I] plus the product of the factors in PEFT's layer."""
+    # PEFT multiplies on the device of the weight called `name`: here a number that is repeated.
+    repeated = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+    setattr(layer.get_base_layer(), name, nn.Parameter(repeated, requires_grad=False))
+    return weight.read() + layer.get_delta_weight("default")
 
 
 # ---------------------------------------------------------------------------
@@ -118,7 +159,7 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Writes a checkpoint in another format; holds one tensor in memory at a time.
 
-    Quantized weights are dequantized.
+    Quantized weights are dequantized, and adapters are merged into the weights of their base model.
 
     Args:
         source: A folder of T5, Switch, T5X or ours, or a name of the hub.

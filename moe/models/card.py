@@ -62,6 +62,7 @@ def model_card(
     tags: Sequence[str] = (),
     stats: Mapping[str, RouterStats] | None = None,
     sections: Mapping[str, str] | None = None,
+    adapters: Any = None,
 ) -> str:
     """Returns the text of a model's README.md.
 
@@ -81,6 +82,7 @@ def model_card(
             `RouterStats.sum`.
         sections: Markdown by title, e.g. on training data and quality. Without them the card states
             that these are unknown.
+        adapters: PEFT's configuration of the adapters that the folder holds instead of weights.
     """
     total, active = parameters or (config.num_parameters(), config.num_active_parameters())
     generates = model_class == _GENERATES
@@ -111,6 +113,10 @@ def model_card(
         ("parameters", f"{total:,}; a token uses {active:,}"),
         *_table_rows(config, sparse_fields.get("drop_rate", 0)),
     ]
+    if adapters is not None:
+        adapted = sorted([*(adapters.target_modules or ()), *(adapters.target_parameters or ())])
+        base = f"of `{adapters.base_model_name_or_path}`, which has all other weights"
+        rows.append(("adapters", f"LoRA of rank {adapters.r} on {', '.join(adapted)} {base}"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     kind = "sparse" if config.num_experts else "dense"
     usage = _GENERATION if generates else _ENCODING.format(model_class=model_class)

@@ -12,7 +12,6 @@ from huggingface_hub import CommitInfo, HfApi
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from moe.checks import check
@@ -22,6 +21,7 @@ from moe.errors import CheckpointError, ConfigError, MoEError
 from moe.files import refuse_links, register_folder_kind
 from moe.kernels.expert_weights import is_quantized
 from moe.kernels.quantized_weight import QuantizedWeight
+from moe.models.adapter_files import find_base
 from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm
 from moe.models.blocks import FeedForward, Stack
 from moe.models.card import (
@@ -45,6 +45,7 @@ from moe.models.weight_files import (
     check_files,
     check_finite,
     checking_weights,
+    first_names,
     forget_weight_sums,
     keep_quantized_experts,
     open_weights,
@@ -75,6 +76,7 @@ MODEL = register_folder_kind(
         "model.safetensors.index*.json",
         "config.json",
         "generation_config.json",
+        "adapter_*",
         "languages.json",
         "README.md",
         "modeling_st_moe.py",
@@ -190,8 +192,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
 
         A T5 or Switch of transformers is converted as it is read, one shard at a time; loading raises
         unless all of its tensors are accounted for; see `conversion_report`. `save_pretrained` then
-        writes our format. Weights stored in 8 bits become floats, except those of experts if the
-        config has `expert_quantization`; see moe.models.weight_files.
+        writes our format. A folder of adapters gives their base model with them attached. Weights
+        stored in 8 bits become floats, except those of experts if the config has
+        `expert_quantization`; see moe.models.weight_files.
 
         Arguments and results are the same as in transformers. Weights read from safetensors may
         start at any address, and matrix products on a CPU round differently by address; each such
@@ -209,11 +212,15 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         raw_config = _read_raw_config(source, download)
         checkpoint_format = None if raw_config is None else find_format(raw_config)
-        _refuse_adapter_of_other_library(source, download)
+        base = None if raw_config is None else find_base(source, **download)
+        if raw_config is None:
+            _refuse_adapter_of_other_library(source, download)
 
         with _checking_local_weights(source, download):
             try:
-                if raw_config is not None and checkpoint_format is not None:
+                if base is not None:
+                    result = cls._load_adapted(source, base, *args, **kwargs)
+                elif raw_config is not None and checkpoint_format is not None:
                     result = cls._convert(
                         source, raw_config, checkpoint_format, *args, download=download, **kwargs
                     )
@@ -285,6 +292,23 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         model = result[0] if isinstance(result, tuple) else result
         model.name_or_path = str(source)
         model.config.name_or_path = str(source)
+        return result
+
+    @classmethod
+    def _load_adapted(cls, source: Any, base: str, *args: Any, **kwargs: Any) -> Any:
+        """Returns the base model of a folder of adapters, with its settings and with them attached."""
+        download = {name: kwargs.pop(name) for name in DOWNLOAD if name in kwargs}
+        config = kwargs.pop("config", None) or STMoEConfig.from_pretrained(source, **download)
+        fields = STMoEConfig.__annotations__.keys() & kwargs.keys()
+        config = config.replaced(**{name: kwargs.pop(name) for name in fields})
+        kwargs.setdefault("generation_config", load_generation_config(source, download))
+        kwargs.pop("adapter_kwargs", None)  # of Auto classes: the same folder
+
+        result = cls.from_pretrained(base, *args, config=config, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        missing = model.load_adapter(str(source), adapter_kwargs=download).missing_keys
+        if missing:
+            raise CheckpointError(f"{source} lacks {first_names(sorted(missing))}. {COPY_AGAIN}")
         return result
 
     def save_pretrained(
@@ -467,11 +491,8 @@ def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> N
     if path is None:
         return
 
-    # A model next to the adapters is loaded in any case.
     base = read_json_object(path).get("base_model_name_or_path")
-    if (Path(source) / CONFIG_NAME).is_file() or not base:
-        return
-    raw_config = _read_raw_config(base, download)
+    raw_config = _read_raw_config(base, download) if base else None
     if raw_config is not None and find_format(raw_config) is not None:
         raise ConfigError(
             f"{source} holds adapters of {base}, a model of another library. Load the base by "

@@ -56,7 +56,7 @@ _UNREADABLE = (
 """Exceptions of torch and safetensors for files that are torn or hold something else."""
 
 _MAX_NAMES = 5
-_PATTERNS = ("model*.safetensors", "model*.safetensors.index*.json")
+_PATTERNS = ("model*.safetensors", "model*.safetensors.index*.json", "adapter_model.safetensors")
 _THREADS = 4
 
 DTYPES = {
