@@ -2,11 +2,15 @@
 
     stmoe finetune --pretrained runs/pretrain/model --train pairs.jsonl --out runs/finetune
     stmoe finetune --config st_moe_base_superglue [--resume]
+    stmoe finetune --config finetune_lora --pretrained runs/pretrain/model --train pairs.jsonl --out runs/lora
 
 Each line of `pairs.jsonl` is an object {"inputs": ..., "targets": ...}; `read_rows` has the other
 kinds of tables. A tenth of the pairs, or the pairs of `--dev`, are held out and scored during
 training; the best model is kept. With several seeds (`--seeds 0 1 2`) there is one run for each, and
 a summary of their scores.
+
+With `--parameters lora` low-rank adapters of attention and experts train, and the model, which may be
+quantized, stays as it is; the run keeps the adapters alone.
 """
 
 from argparse import Namespace

@@ -3,7 +3,9 @@
 `stmoe pretrain` builds a new model, `stmoe finetune` loads a pretrained one; loop.py trains it.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +18,12 @@ from moe.distributed.mesh import Mesh, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, MeshCoordinate
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.models.lora import lora_config
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import draw_weights, mesh_limits, model_layouts, shard_model
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.groups import common_num_groups, tokens_per_group
-from moe.training.recipe import SETTINGS_WITHOUT_WEIGHTS, PretrainRecipe, Recipe
+from moe.training.recipe import SETTINGS_WITHOUT_WEIGHTS, FinetuneRecipe, PretrainRecipe, Recipe
 from moe.training.step import check_groups
 
 # Fields that continued pre-training may change: routers differ in how they use the scores of the same
@@ -119,6 +122,8 @@ def build_model(
 ) -> BuiltModel:
     """Returns the model of a run on its device, or sharded over the mesh that it builds.
 
+    A recipe whose `parameters` are `lora` attaches adapters to the pretrained model.
+
     Args:
         recipe: Gives mesh, seed and precision.
         config: Configuration of the model.
@@ -131,6 +136,7 @@ def build_model(
     """
     launched = recipe.mesh.launched
     mesh = build_mesh(launched, device_type) if launched.num_ranks > 1 else None
+    coordinate = MeshCoordinate(0, 0, 0, 0) if mesh is None else MeshCoordinate.of(mesh)
     bfloat16 = recipe.training.precision == "bfloat16"
 
     if pretrained is None:
@@ -139,10 +145,8 @@ def build_model(
 
         # Sharded before it has memory, which is allocated only for this rank's shards.
         if mesh is None:
-            coordinate = MeshCoordinate(0, 0, 0, 0)
             layouts = model_layouts(model, config, launched)
         else:
-            coordinate = MeshCoordinate.of(mesh)
             layouts = shard_model(model, mesh, bfloat16=bfloat16)
         model.to_empty(device=device_type)
         model.tie_weights()
@@ -150,18 +154,34 @@ def build_model(
     else:
         saved = STMoEConfig.from_pretrained(pretrained)
         begins_anew = _state_of_changed_routers(saved, config)
+        attach = partial(_attach_adapters, recipe=recipe, base=pretrained)
         settings: dict[str, Any] = {"config": config, "begins_anew": begins_anew}
         if mesh is None:
             model = load_model(pretrained, device=device_type, **settings)
+            attach(model)
             layouts = model_layouts(model, config, launched)
         else:
-            model, layouts = load_model_on_mesh(pretrained, mesh, bfloat16=bfloat16, **settings)
+            settings |= {"bfloat16": bfloat16, "attach": attach}
+            model, layouts = load_model_on_mesh(pretrained, mesh, **settings)
+
+        # Of adapters that are attached, A is drawn as in PEFT, and B is 0.
+        factors = {name: layout for name, layout in layouts.items() if ".lora_A." in name}
+        draw_weights(model, recipe.seed, factors, launched, coordinate)
 
     if recipe.training.activation_checkpointing:
         enable_activation_checkpointing(model, {"use_reentrant": False})
     if recipe.training.compile:
         model.compile()
     return BuiltModel(model, layouts, mesh)
+
+
+def _attach_adapters(model: STMoEForConditionalGeneration, recipe: Recipe, base: Path) -> None:
+    """Attaches the adapters of a recipe, if they train, to a model, whole or without memory."""
+    if isinstance(recipe, FinetuneRecipe) and recipe.parameters == "lora":
+        settings = dataclasses.asdict(recipe.lora)
+        adapters = lora_config(model, lora_dropout=settings.pop("dropout"), **settings)
+        model.add_adapter(adapters)
+        adapters.base_model_name_or_path = str(base.absolute())
 
 
 def _state_of_changed_routers(saved: STMoEConfig, config: STMoEConfig) -> Callable[[str], bool]:

@@ -18,6 +18,7 @@ from moe.training.recipe import Recipe
 
 _SECTIONS = {
     "training": "length, batches and reports",
+    "lora": "adapters, with --parameters lora",
     "optim": "learning rate",
     "data": "rows",
     "distillation": "student and teacher",
@@ -29,6 +30,7 @@ _SECTIONS = {
 COMMON_SETTINGS = (
     "seed",
     "init",
+    "parameters",
     "training.steps",
     "training.batch_size",
     "training.micro_batch_size",

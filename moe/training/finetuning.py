@@ -15,6 +15,7 @@ from moe.data.pairs import Sentinels
 from moe.data.tokenizer import TOKENIZER, SpecialIds, end_with_sentinel, load_tokenizer
 from moe.errors import CheckpointError, ConfigError
 from moe.files import kind_of
+from moe.models.adapter_files import find_base
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.training.recipe import FinetuneRecipe
@@ -23,6 +24,9 @@ R = TypeVar("R", bound=FinetuneRecipe)
 
 SCORED_PAIRS = 500
 """Most of your own dev pairs that are answered at an evaluation, unless mixture.dev_examples is given."""
+
+# Settings that belong to trained weights: the text that they have seen, and how they are stored.
+_OF_WEIGHTS = ("noise_density", "mean_noise_span_length", "expert_quantization")
 
 _DEV_EXAMPLES = "mixture.dev_examples"
 
@@ -105,6 +109,10 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             )
         return STMoEConfig(**recipe.model, vocab_size=len(load_tokenizer(folder)))
     check_model_folder(folder)
+    if find_base(folder) is not None:
+        raise ConfigError(
+            f"{folder} holds adapters, not a model. Merge them first: stmoe convert --from {folder} --to MODEL."
+        )
 
     # With a capacity in slots, from the model or the recipe, a factor has no effect.
     config = STMoEConfig.from_pretrained(folder)
@@ -115,8 +123,8 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             f"{config.expert_capacity}, which takes precedence. Set model.expert_capacity to null, too."
         )
     settings = dict(recipe.model)
-    if recipe.init == "scratch":  # fresh weights have never been trained on masked text
-        settings |= {"noise_density": None, "mean_noise_span_length": None}
+    if recipe.init == "scratch":
+        settings |= dict.fromkeys(_OF_WEIGHTS)
     return config.replaced(**settings)
 
 

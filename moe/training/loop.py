@@ -336,6 +336,8 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
 def _run_state(run: Run, step: int) -> RunState:
     """Returns the state of the run after `step` updates, for a checkpoint."""
     recipe = dataclasses.asdict(run.recipe)
+    if recipe.get("parameters") != "lora":
+        recipe.pop("lora", None)  # checkpoints of earlier versions have none
     products = products_in_use() if run.built.model.device.type == "cpu" else None
     return RunState(step, run.source.fingerprint, recipe, products)
 

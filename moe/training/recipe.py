@@ -15,6 +15,7 @@ from moe.data.span_corruption import Noise, check_noise
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.trainable_parameters import check_subset
 from moe.optim.schedules import Schedule
 from moe.training.optim_recipe import OptimRecipe
@@ -306,13 +307,15 @@ class PretrainRecipe(Recipe):
         """Returns the model's configuration.
 
         Raises:
-            ConfigError: When its numbers contradict each other.
+            ConfigError: When its numbers contradict each other, or experts are quantized.
         """
-        return STMoEConfig(
+        config = STMoEConfig(
             **self.model,
             noise_density=self.data.noise_density,
             mean_noise_span_length=self.data.mean_noise_span_length,
         )
+        refuse_quantized(config, "pre-trained")
+        return config
 
 
 # Settings of a model that change neither number nor shape of its weights.
@@ -342,6 +345,35 @@ SETTINGS_WITHOUT_WEIGHTS = frozenset(
     }
 )
 
+
+@dataclass(frozen=True)
+class LoraRecipe:
+    """Low-rank adapters that train with `parameters: lora`; see `lora_config`.
+
+    Attributes:
+        experts: Whether every expert gets adapters, on both of its products.
+        attention: Whether queries, keys, values and outputs of all attention get them.
+        rank: Inner width of an adapter; more trains more parameters.
+        alpha: An adapter's product is scaled by alpha / rank.
+        dropout: Share of an adapter's inputs that is set to zero in training.
+
+    Source:
+        LoRA (arXiv:2106.09685) §4.1.
+    """
+
+    experts: bool = True
+    attention: bool = True
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_field_types(self, prefix="lora.")
+        check_integer("lora.rank", self.rank, least=1)
+        check_number("lora.alpha", self.alpha, above=0)
+        check_number("lora.dropout", self.dropout, least=0, below=1)
+
+
 _FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)
 
 
@@ -356,8 +388,9 @@ class FinetuneRecipe(Recipe):
     Attributes:
         init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same
             architecture.
-        parameters: Trainable parameters: `all`, `non_moe`, `moe`, `attention`, `ffn` or `router_frozen`; see
-            `select_parameters`.
+        parameters: Parameters that train, e.g. `attention` or `lora`; others are `all`, `non_moe`, `moe`, `ffn` and
+            `router_frozen`, see `select_parameters`.
+        lora: The adapters that train with `lora`, which alone are then saved.
         optimizer_state: `keep` starts with the optimizer's state (its slots) from the pre-training
             run, whose checkpoints must be next to the model's folder, and is better in the paper;
             `reset` starts without and needs only the model. The schedule restarts either way.
@@ -374,6 +407,7 @@ class FinetuneRecipe(Recipe):
 
     init: Init = "pretrained"
     parameters: str = "all"
+    lora: LoraRecipe = field(default_factory=LoraRecipe)
     optimizer_state: OptimizerState = "reset"
     optim: OptimRecipe = field(default_factory=lambda: _FINETUNE_OPTIM)
     mixture: MixtureRecipe = field(default_factory=MixtureRecipe)
@@ -401,3 +435,6 @@ class FinetuneRecipe(Recipe):
         check_choice("optimizer_state", state, get_args(OptimizerState))
         goes_with_init = state == "reset" or self.init == "pretrained"
         check(goes_with_init, "optimizer_state", state, "reset, since init is scratch")
+
+        has_effect = self.parameters == "lora" or self.lora == LoraRecipe()
+        check(has_effect, "lora", self.lora, f"no settings, since parameters is {self.parameters}")
