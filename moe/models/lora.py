@@ -60,11 +60,13 @@ def lora_config(
             "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
         ) from error
 
-    # PEFT finds modules and parameters by the ends of their names.
+    # PEFT finds modules and parameters by the ends of their names: two parts, since another layer may
+    # call its projection the same. The projections of nn.MultiheadAttention are not called.
     projections: set[str] = set()
     expert_weights: set[str] = set()
     widths: dict[str, int] = {}
     for path, module in model.named_modules():
+        owner = path.rpartition(".")[2]
         if hasattr(module, "get_base_layer"):
             raise ConfigError(
                 f"lora_config got a {type(model).__name__} with adapters; expected one without adapters. Call it "
@@ -72,22 +74,27 @@ def lora_config(
             )
         if experts and isinstance(module, Experts):
             for name in PROJECTIONS & module._parameters.keys():
-                expert_weights.add(f"{path.rpartition('.')[2]}.{name}")
+                expert_weights.add(f"{owner}.{name}")
                 widths[f"{path}.{name}"] = min(module.get_parameter(name).shape[1:])
-        if attention and type(module).__name__.endswith("Attention"):
+        is_attention = type(module).__name__.endswith("Attention")
+        if attention and is_attention and not isinstance(module, nn.MultiheadAttention):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
-                    projections.add(name)
+                    projections.add(f"{owner}.{name}")
                     widths[f"{path}.{name}"] = min(child.weight.shape)
 
     if experts and not expert_weights:
         raise ConfigError(
             "lora_config got experts=True, but the model is dense. Pass experts=False."
         )
+    if attention and not projections:
+        raise ConfigError(
+            f"lora_config got attention=True, but no attention of this {type(model).__name__} calls linear "
+            "modules. Pass attention=False."
+        )
     if not widths:
         raise ConfigError(
-            f"lora_config got experts={experts} and attention={attention}, which adapts nothing in this "
-            f"{type(model).__name__}. Pass experts=True for a model with sparse layers."
+            "lora_config got experts=False and attention=False; expected one of them."
         )
     narrowest = min(widths, key=widths.__getitem__)
     if rank > widths[narrowest]:

@@ -176,8 +176,12 @@ def test_experts_learn_by_lora(name, tmp_path):
     sparse = sparse_host(name)
     before = logits(sparse)
     model = get_peft_model(sparse, lora_config(sparse, rank=2))
-    adapted = {n.rpartition(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters()}
-    assert {"experts", "base_layer", "q_proj", "o_proj"} <= adapted
+    adapted = [
+        name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name
+    ]
+    ends = {name.rpartition(".")[2] for name in adapted}
+    assert {"experts", "base_layer", "q_proj", "o_proj"} <= ends
+    assert not any("lm_head" in name for name in adapted)
     close(logits(model), before)
     model.train()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)

@@ -304,7 +304,7 @@ def adapted_layer(dispatch="ragged", rank=3, **fields):
         64, 128, 23, dispatch=dispatch, router="switch", num_selected_experts=1, **fields
     )
     layer = nn.ModuleDict({"sparse": SparseFeedForward(config)})
-    layer = get_peft_model(layer, lora_config(layer, rank=rank)).base_model.model
+    layer = get_peft_model(layer, lora_config(layer, rank=rank, attention=False)).base_model.model
     randomize(layer)
     return layer["sparse"]
 
@@ -444,6 +444,8 @@ def test_another_transformer_gets_adapters_of_its_experts(plain_peft):
     config = SparseConfig(29, 31, 7)
     replace_feed_forward(transformer.layers[1], config)
     transformer = transformer.double().eval()
+    with pytest.raises(ConfigError, match="attention=True, but no attention"):
+        lora_config(transformer)
     model = get_peft_model(transformer, lora_config(transformer, rank=3, attention=False))
     randomize(model)
     x = torch.randn(2, 13, 29, dtype=torch.float64)
@@ -458,7 +460,7 @@ def test_bad_ranks_options_and_adapters_are_refused_with_their_shapes(tmp_path):
         lora_config(tiny_model(), rank=32)
     with pytest.raises(ConfigError, match=r"rank=30; expected at most 29, .*experts"):
         lora_config(tiny_model(), rank=30, attention=False)
-    with pytest.raises(ConfigError, match="adapts nothing"):
+    with pytest.raises(ConfigError, match="expected one of them"):
         lora_config(tiny_model(), experts=False, attention=False)
     for option in ({"use_dora": True}, {"lora_bias": True}, {"init_lora_weights": "pissa"}):
         with pytest.raises(ConfigError, match=next(iter(option))):
