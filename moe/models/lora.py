@@ -81,7 +81,7 @@ def lora_config(
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
                     projections.add(f"{owner}.{name}")
-                    widths[f"{path}.{name}"] = min(child.weight.shape)
+                    widths[f"{path}.{name}"] = min(child.in_features, child.out_features)
 
     if experts and not expert_weights:
         raise ConfigError(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe import CheckpointError, STMoEForConditionalGeneration
+from moe import CheckpointError, STMoEForConditionalGeneration, lora_config
+from moe.models.attention import Projection
 from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.pretrained import freeze_quantized_experts, refuse_not_finite
 from moe.sparse.experts import Experts
@@ -117,3 +118,11 @@ def test_a_quantised_model_saves_and_loads_the_same(tmp_path):
         wide, a, b = (each(**tiny_batch()).logits for each in (model, quantised, loaded))
     assert torch.equal(a, b)
     assert (a - wide).abs().mean() < 0.03 * wide.abs().mean()
+
+
+def test_the_rank_of_adapters_is_compared_with_widths_and_not_with_packed_weights():
+    model = tiny_model()
+    for module in model.modules():
+        if type(module) is Projection:  # as bitsandbytes packs 4 bits
+            module.weight = nn.Parameter(torch.zeros(5, 1, dtype=torch.uint8), requires_grad=False)
+    assert lora_config(model, experts=False, rank=15).r == 15
