@@ -4,6 +4,8 @@
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -56,6 +59,28 @@ class Projection(nn.Linear):
             truncated_normal_(self.weight, self.std)
         else:
             nn.init.normal_(self.weight, std=self.std)
+
+
+@contextmanager
+def plain_projections() -> Iterator[None]:
+    """Makes the projections of models that are built in this context plain `nn.Linear`s until it ends.
+
+    bitsandbytes replaces modules of that exact type. What it leaves becomes a Projection again.
+    """
+    projections: list[Projection] = []
+
+    def make_plain(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        if type(child) is Projection:
+            child.__class__ = nn.Linear
+            projections.append(child)
+
+    hook = register_module_module_registration_hook(make_plain)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for projection in projections:
+            projection.__class__ = Projection
 
 
 class RMSNorm(nn.Module):

@@ -160,14 +160,16 @@ class Block(GradientCheckpointingLayer):
             "output_weights": context.output_attentions,
         }
 
-        # Each layer reads the normalised residual stream and adds to it.
-        y = self.self_attention_norm(x)
+        # Each layer reads the normalised residual stream and adds to it. In float16 the stream is
+        # wider than attention, whose projections may be those of a quantizer, which keep the dtype.
+        dtype = context.self_bias.dtype
+        y = self.self_attention_norm(x).to(dtype)
         y, self_weights = self.self_attention(y, context.self_bias, **attention)
         x = self._add(x, y)
 
         # In a decoder: attention to the encoder's output.
         if context.memory is not None:
-            y = self.cross_attention_norm(x)
+            y = self.cross_attention_norm(x).to(dtype)
             y, cross_weights = self.cross_attention(
                 y, context.memory_bias, context.memory, **attention
             )

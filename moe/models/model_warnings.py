@@ -114,7 +114,7 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
     """
     if getattr(model, "hf_quantizer", None) is None:
         return
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = model.num_parameters()  # bitsandbytes has two numbers of 4 bits in an element
     plain = 0
     for module in model.modules():
         if isinstance(module, Experts):
@@ -124,10 +124,12 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
 
     if not plain:
         return
-    skipped = f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%})."
+    remedy = ""
+    if isinstance(model.config, STMoEConfig):  # hosts are quantized by torchao alone
+        remedy = "Quantize them first by `stmoe quantize`, and load its folder with the same quantization_config. "
     warnings.warn(
-        f"{skipped} `stmoe quantize` quantizes the experts. torchao reaches them by name, with the linear modules: "
-        "FqnToConfig({'re:.*_proj': config}), inside TorchAoConfig for from_pretrained, or with filter_fn=None for "
-        "quantize_.",
+        f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). {remedy}"
+        "torchao reaches them by name in a model loaded without a quantizer: "
+        "quantize_(model, FqnToConfig({'re:.*_proj': config}), filter_fn=None).",
         stacklevel=3,
     )

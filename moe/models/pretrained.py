@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -22,7 +22,13 @@ from moe.files import refuse_links, register_folder_kind
 from moe.kernels.expert_weights import is_quantized
 from moe.kernels.quantized_weight import QuantizedWeight
 from moe.models.adapter_files import find_base
-from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm
+from moe.models.attention import (
+    Attention,
+    Projection,
+    RelativePositionBias,
+    RMSNorm,
+    plain_projections,
+)
 from moe.models.blocks import FeedForward, Stack
 from moe.models.card import (
     CARD_NAME,
@@ -154,6 +160,12 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
                 module.set_parallel_axes(ep, tp)
             elif isinstance(module, Attention | FeedForward | Stack):
                 module.tp = tp
+
+    @classmethod
+    def get_init_context(cls, dtype: Any, is_quantized: bool, *args: Any) -> list[Any]:
+        """Returns the contexts in which `from_pretrained` builds a model and a quantizer replaces its modules."""
+        contexts: list[Any] = super().get_init_context(dtype, is_quantized, *args)
+        return [*contexts, plain_projections()] if is_quantized else contexts
 
     @staticmethod
     def _load_pretrained_model(
@@ -354,14 +366,17 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         # If killed from here on, the folder has no checksums rather than wrong ones.
         if writes_weights:
             forget_weight_sums(folder)
-        if self.config.expert_quantization is not None and not adapters_only:
-            kwargs["state_dict"] = stored_state(kwargs.get("state_dict") or self.state_dict())
         super().save_pretrained(save_directory, *args, **kwargs)
 
         if writes_weights:
             remove_replaced_weights(folder, saved_weights(folder))
             write_weight_sums(folder)
             write_card(folder, text)
+
+    def gather_sharded_state_dict_for_save(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Returns the tensors that `save_pretrained` writes, by name."""
+        state = super().gather_sharded_state_dict_for_save(*args, **kwargs)
+        return state if self.config.expert_quantization is None else stored_state(state)
 
     def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, *, card: Mapping[str, Any] | None = None, **kwargs: Any

@@ -14,6 +14,8 @@ BREAKS = {
     (PreTrainedModel, "_check_and_adjust_attn_implementation"): "flash attention drops the bias",
     (PreTrainedModel, "_set_gradient_checkpointing"): "reentrant checkpointing loses gradients",
     (PreTrainedModel, "_load_pretrained_model"): "integers are read as weights",
+    (PreTrainedModel, "get_init_context"): "bitsandbytes replaces no linear layer",
+    (PreTrainedModel, "gather_sharded_state_dict_for_save"): "quantized experts cannot be saved",
     (PreTrainedModel, "_init_weights"): "weights that a checkpoint lacks are not initialised",
     (PreTrainedModel, "_get_files_timestamps"): "a push cannot tell new files",
     (PreTrainedModel, "_upload_modified_files"): "a push uploads nothing",
