@@ -71,7 +71,7 @@ def plain_projections() -> Iterator[None]:
 
     def make_plain(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         if type(child) is Projection:
-            child.__class__ = nn.Linear
+            child.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
             projections.append(child)
 
     hook = register_module_module_registration_hook(make_plain)

@@ -162,9 +162,11 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
                 module.tp = tp
 
     @classmethod
-    def get_init_context(cls, dtype: Any, is_quantized: bool, *args: Any) -> list[Any]:
+    def get_init_context(
+        cls, dtype: Any, is_quantized: bool, *args: Any, **kwargs: Any
+    ) -> list[Any]:
         """Returns the contexts in which `from_pretrained` builds a model and a quantizer replaces its modules."""
-        contexts: list[Any] = super().get_init_context(dtype, is_quantized, *args)
+        contexts: list[Any] = super().get_init_context(dtype, is_quantized, *args, **kwargs)
         return [*contexts, plain_projections()] if is_quantized else contexts
 
     @staticmethod
