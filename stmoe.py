@@ -62,7 +62,6 @@ INSPECT_VERBS = {
         "measure the loss without each expert, and what each expert serves", "inspect_ablate"
     ),
     "compare": Verb("compare the routing of two models on the text of a trace", "inspect_compare"),
-    "replay": Verb("run a model with the routing of a trace", "inspect_replay"),
     "report": Verb(
         "explain the routers on held-out examples, with the training that made them",
         "inspect_report",

@@ -22,10 +22,10 @@ from moe import STMoEConfig
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
-from moe.training.step import train_step
 from tests.models.tiny import checkpointed, tiny_batch, tiny_model
 from tests.sparse.layers import ROUTER_NAMES, THREE_SLOTS, build_layer
 from tests.synchronisation import NoSynchronisation
+from tests.training.one_step import train_step
 
 DEVICE = "gpu"
 AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1

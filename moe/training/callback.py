@@ -1,6 +1,6 @@
 """A callback for transformers' Trainer that logs the parts of the loss and the routers' statistics.
 
-Through it, routers that balance themselves learn from their load, as in `train_step`.
+Through it, routers that balance themselves learn from their load, as in `take_step`.
 """
 
 import warnings

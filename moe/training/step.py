@@ -138,31 +138,6 @@ class _Passes(NamedTuple):
     counts: LossCounts
 
 
-def train_step(
-    model: STMoEForConditionalGeneration,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    batch: Batch,
-    step: int,
-    mesh: Mesh | None = None,
-) -> StepMetrics:
-    """Updates the weights once and returns the metrics of the update.
-
-    Args:
-        model: See `take_step`.
-        optimizer: Likewise.
-        recipe: Likewise.
-        batch: Batch of the whole update, on the model's device; on a mesh the rows of this rank.
-        step: Number of the update, from 0.
-        mesh: Mesh that `shard_model` has sharded the model over; None for one process.
-
-    Raises:
-        ConfigError: When the micro-batch size would change which tokens are routed together.
-    """
-    share = Share(mesh.data_rank if mesh else 0, batch)
-    return take_step(model, optimizer, recipe, [share], step, StepRanks(mesh))
-
-
 def take_step(
     model: STMoEForConditionalGeneration,
     optimizer: torch.optim.Optimizer,

@@ -14,9 +14,9 @@ from moe.optim.lamb import LAMB
 from moe.optim.optimizers import build_adamw
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
-from moe.training.step import train_step
 from tests.distributed.ranks import whole
 from tests.models.tiny import tiny_model
+from tests.training.one_step import train_step
 
 FIELDS = {
     "vocab_size": 53,

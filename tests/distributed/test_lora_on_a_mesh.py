@@ -14,10 +14,10 @@ from moe.models.parallelize import model_layouts, shard_model
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.optim.optimizers import build_adamw
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.step import train_step
 from tests.distributed import stages
 from tests.distributed.ranks import run_ranks, whole
 from tests.models.tiny import tiny_model
+from tests.training.one_step import train_step
 
 MESHES = {
     "ep 2": ((1, 1, 2, 1), {}),

@@ -22,9 +22,9 @@ from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.heldout_loss import HeldOut, evaluate_held_out
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
-from moe.training.step import train_step
 from tests.distributed.ranks import run_ranks, whole
 from tests.models.tiny import tiny_model
+from tests.training.one_step import train_step
 
 FIELDS = {
     "vocab_size": 53,

@@ -30,9 +30,10 @@ from moe.optim.parameter_groups import parameter_groups
 from moe.training.build import BuiltModel
 from moe.training.planned_steps import LiveState, ShareSource, live_steps
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
-from moe.training.step import StepRanks, take_step, train_step
+from moe.training.step import StepRanks, take_step
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.processes import fork_context
+from tests.training.one_step import train_step
 
 ROWS = 6
 STEPS = 9

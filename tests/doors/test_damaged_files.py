@@ -94,7 +94,9 @@ DOORS = {
         "evaluations/first/report.json": TEXT,
         "evaluations/first/predictions/copa.model.rank.jsonl": TEXT,
     },
-    "inspect replay --trace {trace} --model {run/model}": {"trace/trace.parquet": BYTES},
+    "inspect compare --trace {trace} --model {run/model} --out new.html": {
+        "trace/trace.parquet": BYTES
+    },
 }
 CASES = [(line, file, damages) for line, files in DOORS.items() for file, damages in files.items()]
 

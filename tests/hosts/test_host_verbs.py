@@ -133,7 +133,6 @@ def test_a_host_is_recorded_viewed_and_ablated(name, tmp_path, capsys):
     # What these verbs need, hosts do not have.
     for verb, arguments in (
         ("report", ["--model", folder, "--corpus", folder, "--out", tmp_path / "a.html"]),
-        ("replay", ["--trace", trace_folder]),
         ("compare", ["--trace", trace_folder, "--model", folder, "--out", tmp_path / "a.html"]),
     ):
         with pytest.raises(ConfigError, match=rf"{verb}.*{type(model).__name__}"):

@@ -98,15 +98,16 @@ def test_a_model_that_has_moved_or_changed_since_it_was_traced_must_be_named(fol
     pairs = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
     run("record", "--model", model, *pairs, "--out", trace)
 
+    other = ["--trace", trace, "--model", folder / "other", "--out", tmp_path / "page.html"]
     model.rename(tmp_path / "away")
     with pytest.raises(DataError, match=r"traced model .*moved, and is not there"):
-        run("replay", "--trace", trace)
-    run("replay", "--trace", trace, "--model", tmp_path / "away")
+        run("compare", *other)
+    run("compare", *other, "--traced-model", tmp_path / "away")
 
     shutil.copytree(folder / "other", model)
     with pytest.raises(DataError, match="has changed since it was traced"):
-        run("replay", "--trace", trace)
-    run("replay", "--trace", trace, "--model", model)
+        run("compare", *other)
+    run("compare", *other, "--traced-model", model)
 
 
 def test_the_view_has_classes_of_tokens_and_prints_the_tables(folder, trace, tmp_path, capsys):
@@ -120,15 +121,8 @@ def test_the_view_has_classes_of_tokens_and_prints_the_tables(folder, trace, tmp
     assert "punctuation" in page.read_text(encoding="utf-8")
 
 
-def test_a_model_replays_its_own_trace_exactly_and_another_is_compared(
-    folder, trace, tmp_path, capsys
-):
-    run("replay", "--trace", trace)
-    assert "Every token's loss is the same." in capsys.readouterr().out
-    run("replay", "--trace", trace, "--model", folder / "other")
-    assert "The losses differ." in capsys.readouterr().out
-
-    # The models have the same weights but for their routers.
+def test_two_models_are_compared(folder, trace, tmp_path, capsys):
+    # They have the same weights but for their routers.
     page = tmp_path / "compare.html"
     run("compare", "--trace", trace, "--model", folder / "other", "--out", page)
     printed = capsys.readouterr().out
@@ -177,4 +171,4 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
     tokenizer.save_pretrained(str(model))
     tiny_model(vocab_size=MODEL["vocab_size"] + 1).save_pretrained(model)
     with pytest.raises(DataError, match="the token ids would stand for different words"):
-        run("replay", "--trace", trace, "--model", model)
+        run("compare", "--trace", trace, "--model", model, "--out", tmp_path / "page.html")

@@ -15,8 +15,8 @@ from moe.tracing.recorder import record_routing, traced_batches
 from moe.tracing.replay import replay_routing
 from moe.training.recipe import PretrainRecipe
 from moe.training.router_health import router_values
-from moe.training.step import train_step
 from tests.models.tiny import FIELDS, tiny_batch, tiny_model
+from tests.training.one_step import train_step
 
 UNEQUAL = {
     "num_layers": 2,

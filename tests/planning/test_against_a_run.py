@@ -16,10 +16,10 @@ from moe.planning.plan import make_plan
 from moe.planning.workload import Workload
 from moe.sparse.routers.hash_by_token import hash_expert
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
-from moe.training.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.models.tiny import tiny_model
 from tests.planning.counting import SavedBytes, SentBytes, local_bytes, planned_bytes
+from tests.training.one_step import train_step
 
 ROWS, LENGTH, TARGETS = 16, 16, 8
 FIELDS = {

@@ -19,8 +19,8 @@ from moe.training.build import build_model
 from moe.training.callback import RouterStatsCallback
 from moe.training.finetuning import finetuning_config, finetuning_overrides
 from moe.training.recipe import FinetuneRecipe, OptimRecipe, TrainingRecipe
-from moe.training.step import train_step
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
+from tests.training.one_step import train_step
 from tests.training.tiny_trainer import make_trainer
 
 

@@ -11,8 +11,8 @@ from moe.optim.parameter_groups import parameter_groups
 from moe.training.build import build_model
 from moe.training.metrics import step_values
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
-from moe.training.step import train_step
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
+from tests.training.one_step import train_step
 
 
 def recipe(**training) -> Recipe:

@@ -18,7 +18,6 @@ from moe.training.metrics import METRICS_FILE, MetricsWriter
 from moe.training.recipe import Recipe, TrainingRecipe
 from moe.training.reporter import Reporter
 from moe.training.run import Run
-from moe.training.step import train_step
 from moe.training.timeline import (
     TIMELINE_FILE,
     Timeline,
@@ -27,6 +26,7 @@ from moe.training.timeline import (
     read_timeline,
 )
 from tests.models.tiny import tiny_batch, tiny_model
+from tests.training.one_step import train_step
 from tests.training.tiny_run import pretrain_arguments, write_inputs
 
 
