@@ -15,9 +15,9 @@ class ExpertWeights(NamedTuple):
         down: <float>[E, D, F] of the second.
         bias: <float>[E, F] of the hidden units; None for none.
         first_a: <float>[E, R, D] A of the first product.
-        first_b: <float>[E, 2F or F, R] B of the first product, including the adapter's scale.
+        first_b: <float>[E, R, 2F or F] B^T of the first product, including the adapter's scale.
         down_a: <float>[E, R', F] A of the second.
-        down_b: <float>[E, D, R'] B of the second.
+        down_b: <float>[E, R', D] B^T of the second.
     """
 
     first: Tensor

@@ -47,7 +47,7 @@ def grouped_low_rank(x: Tensor, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     Args:
         x: <float>[N, I] rows.
         a: <float>[E, R, I].
-        b: <float>[E, O, R].
+        b: <float>[E, R, O] B^T.
         counts: <int64>[E] rows of each expert.
 
     Returns:
@@ -57,8 +57,8 @@ def grouped_low_rank(x: Tensor, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     num_zeros = -a.shape[1] % 8
     if num_zeros:
         a = F.pad(a, (0, 0, 0, num_zeros))
-        b = F.pad(b, (0, num_zeros))
-    return grouped_linear(grouped_linear(x, a, counts), b, counts)
+        b = F.pad(b, (0, 0, 0, num_zeros))
+    return grouped_linear(grouped_linear(x, a, counts), b.mT, counts)
 
 
 def _is_one_call(x: Tensor, weight: Tensor) -> bool:

@@ -22,7 +22,7 @@ class LowRank(NamedTuple):
 
     Attributes:
         a: <float>[E, R, I] A.
-        b: <float>[E, O, R] B, times the adapter's scale.
+        b: <float>[E, R, O] B^T, times the adapter's scale.
     """
 
     a: Tensor
@@ -109,5 +109,7 @@ def _read_factors(
         a = wrapper.lora_A[name].weight
         b = wrapper.lora_B[name].weight * wrapper.scaling[name]
         all_a.append(rearrange(a, "(e r) i -> e r i", e=num_experts)[local])
-        all_b.append(rearrange(b, "o (r e) -> e o r", e=num_experts)[local])
-    return LowRank(torch.cat(all_a, dim=1), torch.cat(all_b, dim=2).contiguous())
+        # A transposed copy is fast for a matrix, and slow for a tensor of experts.
+        b_t = b.t().contiguous()
+        all_b.append(rearrange(b_t, "(r e) o -> e r o", e=num_experts)[local])
+    return LowRank(torch.cat(all_a, dim=1), torch.cat(all_b, dim=1))

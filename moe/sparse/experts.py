@@ -220,14 +220,14 @@ class Experts(nn.Module):
             product = torch.bmm(first, x).to(down.dtype)  # [E, 2F or F, n]
             if first_a is not None and first_b is not None:
                 low = torch.bmm(first_a, dropout(x, adapter_dropout))  # [E, R, n]
-                product = product + torch.bmm(first_b, low).to(down.dtype)
+                product = product + torch.bmm(first_b.mT, low).to(down.dtype)
 
             bias = None if bias is None else bias[..., None]  # [E, F, 1]
             hidden = hidden_units(product, bias, self.form(), dim=1)  # [E, F, n]
             outputs = torch.bmm(down, hidden)  # [E, D, n]
             if down_a is not None and down_b is not None:
                 low = torch.bmm(down_a, dropout(hidden, adapter_dropout))  # [E, R', n]
-                outputs = outputs + torch.bmm(down_b, low)
+                outputs = outputs + torch.bmm(down_b.mT, low)
             return rearrange(outputs, "e d n -> e n d").contiguous()
 
     def form(self) -> ExpertForm:

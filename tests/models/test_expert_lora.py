@@ -222,7 +222,7 @@ def test_dropout_of_adapters_drops_inputs_of_a(form):
     experts.up_proj.data.zero_()
     experts.down_proj.data.fill_(1 / 16)
     a = torch.ones(2, 1, 256, dtype=torch.float64, requires_grad=True)
-    b = torch.ones(2, 16, 1, dtype=torch.float64)
+    b = torch.ones(2, 1, 16, dtype=torch.float64)
     output = experts(Arrived(dropout_inputs(form)), Adapters(LowRank(a, b), dropout_rate=0.25))
     num_kept = 0.75 * output.detach().reshape(-1, 256)[:ROWS, 0]
     close(num_kept, num_kept.round(), 1e-9)
