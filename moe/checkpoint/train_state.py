@@ -28,12 +28,10 @@ def model_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, 
     Of a model with adapters these are the adapters alone. Quantized weights are left out, since they
     never change.
     """
-    stored = stored_tensors(model)
+    stored = {n: x for n, x in stored_tensors(model).items() if not isinstance(x, QuantizedWeight)}
     adapters = {name: tensor for name, tensor in stored.items() if is_adapter(name)}
     tensors = {}
     for name, tensor in (adapters or stored).items():
-        if isinstance(tensor, QuantizedWeight):
-            continue
         if name in layouts:
             tensor = _unpack(tensor.detach(), layouts[name].shape)
         tensors[name] = tensor

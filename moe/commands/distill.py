@@ -20,6 +20,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from moe.checkpoint.loading import check_model_folder
+from moe.checks import check
 from moe.checksums import write_sums
 from moe.cli import path
 from moe.commands import finetune, pretrain
@@ -196,6 +197,7 @@ def build_pairs_run(
     recipe: DistillPairsRecipe, arguments: Namespace, out: Path, world: World
 ) -> Run:
     """Returns the run of the student on pairs, without its teacher."""
+    check(recipe.parameters != "lora", "parameters", recipe.parameters, "a subset of weights")
     data = finetune.read_own_pairs(recipe, arguments, world)
     data_recipe = dataclasses.replace(recipe.data, pack=False)
     unpacked_recipe = dataclasses.replace(recipe, data=data_recipe)

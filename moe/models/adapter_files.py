@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, find_adapter_config_file
 
@@ -56,13 +55,11 @@ def find_base(source: Path | str, **download: Any) -> str | None:
     return base
 
 
-def attach_saved_adapters(
-    model: PreTrainedModel, source: Path | str, **download: Any
-) -> dict[str, LazyTensor]:
+def attach_saved_adapters(model: Any, source: Path | str, **download: Any) -> dict[str, LazyTensor]:
     """Attaches the adapters of a folder or hub name without their values, which it returns.
 
     Args:
-        model: Their base model, or one without memory.
+        model: Their base model, an STMoEPreTrainedModel, or one without memory.
         source: The folder or hub name.
         download: `revision`, `token`, `cache_dir` and the like.
 

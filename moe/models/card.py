@@ -114,9 +114,10 @@ def model_card(
         *_table_rows(config, sparse_fields.get("drop_rate", 0)),
     ]
     if adapters is not None:
-        adapted = sorted([*(adapters.target_modules or ()), *(adapters.target_parameters or ())])
-        base = f"of `{adapters.base_model_name_or_path}`, which has all other weights"
-        rows.append(("adapters", f"LoRA of rank {adapters.r} on {', '.join(adapted)} {base}"))
+        names = [*(adapters.target_modules or ()), *(adapters.target_parameters or ())]
+        adapted = ", ".join(sorted({name.partition(".")[0] for name in names}))
+        base = f"`{adapters.base_model_name_or_path}`, which has all other weights"
+        rows.append(("adapters", f"LoRA of rank {adapters.r} on {adapted} of {base}"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     kind = "sparse" if config.num_experts else "dense"
     usage = _GENERATION if generates else _ENCODING.format(model_class=model_class)

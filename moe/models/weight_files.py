@@ -285,7 +285,7 @@ def find_weight_files(
         return [path]
 
     raise CheckpointError(
-        f"{source} has no weights: expected one of {', '.join(names)}. {COPY_AGAIN}"
+        f"{source} has no weights: expected one of {', '.join(names)}. {COPY_AGAIN} stmoe convert merges adapters."
     )
 
 

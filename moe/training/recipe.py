@@ -436,5 +436,6 @@ class FinetuneRecipe(Recipe):
         goes_with_init = state == "reset" or self.init == "pretrained"
         check(goes_with_init, "optimizer_state", state, "reset, since init is scratch")
 
-        has_effect = self.parameters == "lora" or self.lora == LoraRecipe()
-        check(has_effect, "lora", self.lora, f"no settings, since parameters is {self.parameters}")
+        adapts = self.parameters == "lora"
+        check(adapts or self.lora == LoraRecipe(), "lora", self.lora, "parameters lora with it")
+        check(not adapts or self.init == "pretrained", "init", self.init, "pretrained, for lora")

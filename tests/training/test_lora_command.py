@@ -18,7 +18,7 @@ import stmoe
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
 from moe.checkpoint.index import read_shapes
 from moe.checkpoint.loading import load_model
-from moe.commands import finetune
+from moe.commands import distill, finetune
 from moe.data.tokenizer import train_tokenizer
 from moe.kernels.quantized_weight import QuantizedWeight
 from moe.training.build import build_model
@@ -86,7 +86,7 @@ def test_a_run_keeps_adapters_alone_which_plain_peft_reads_and_a_conversion_merg
         stored = load_file(folder / "adapter_model.safetensors")
         assert all(".lora_A." in name or ".lora_B." in name for name in stored)
         assert not list(folder.glob("model*.safetensors"))
-        adapted = "experts.down_proj, experts.gate_up_proj, k_proj, o_proj, q_proj, v_proj"
+        adapted = "cross_attention, experts, self_attention"
         card = (folder / "README.md").read_text()
         assert f"LoRA of rank 3 on {adapted} of `{inputs[kind]}`" in card
     assert any(tensor.any() for name, tensor in stored.items() if "lora_B" in name)
@@ -229,7 +229,8 @@ def test_two_ranks_train_score_and_save_as_one_process_does(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora": {"rank": 3}}, r"lora is .*rank=3.*expected no settings, since parameters is all"),
+        ({"lora": {"rank": 3}}, r"lora is .*rank=3.*expected parameters lora with it"),
+        ({"parameters": "lora", "init": "scratch"}, "init is 'scratch'; expected pretrained"),
         ({"parameters": "lora", "lora": {"rank": 0}}, r"lora\.rank is 0"),
         ({"parameters": "lora", "lora": {"dropout": 1.0}}, r"lora\.dropout is 1"),
     ],
@@ -264,3 +265,9 @@ def test_adapters_whose_base_or_file_is_missing_are_refused(runs, tmp_path, monk
 def test_adapters_are_not_fine_tuned_further(inputs, runs, tmp_path):
     with pytest.raises(ConfigError, match=r"holds adapters, not a model.*stmoe convert --from"):
         tune(inputs, tmp_path / "run", pretrained=runs["floats"] / "model")
+
+
+def test_a_student_has_weights_of_its_own(inputs, tmp_path):
+    argv = ["--teacher", inputs["floats"], "--train", inputs["pairs"], "--out", tmp_path / "run"]
+    with pytest.raises(ConfigError, match="parameters is 'lora'; expected a subset of weights"):
+        distill.main([*map(str, argv), "--training.batch_size", "4", "--parameters", "lora"])
