@@ -33,7 +33,7 @@ def compiled_feed_forward(
     Returns:
         <float>[T, D]; zeros for a token without rows.
     """
-    inputs = (tokens, rows.weight, *weights)
+    inputs = (tokens, rows.weight, *weights.tensors())
     needs_graph = any(x is not None and x.requires_grad for x in inputs)
 
     # Drawn in the graph, so that activation checkpointing drops the same units again.
@@ -43,7 +43,7 @@ def compiled_feed_forward(
 
     # An operation takes tensors only: an empty one is a weight that the experts do not have.
     stacked: list[Tensor] = []
-    for weight in weights:
+    for weight in weights.tensors():
         stacked.append(tokens.new_empty(0) if weight is None else weight)
     combined, *_ = _fused_experts(
         tokens,
@@ -233,5 +233,5 @@ def _stacked_weights(weights: list[Tensor]) -> ExpertWeights:
     """Returns the weights, of which empty tensors are none."""
     stacked: list[Any] = []
     for weight in weights:
-        stacked.append(weight if weight.dim() > 1 else None)
-    return ExpertWeights(*stacked)
+        stacked.append(weight if weight.numel() else None)
+    return ExpertWeights.of(stacked)

@@ -24,7 +24,7 @@ from moe.kernels.cpu_matmul import expert_weight_gradient, multiply, prepares_fo
 from moe.kernels.dropout import draw_kept
 from moe.kernels.expert_pieces import Piece, run_pieces, split_rows
 from moe.kernels.expert_rows import ExpertRows, round_up_rows, sum_by_token
-from moe.kernels.expert_weights import ExpertWeights, expert_weight
+from moe.kernels.expert_weights import ExpertWeights, LowRank, expert_weight
 from moe.kernels.first_order import first_order_only
 from moe.kernels.hidden_units import ExpertForm
 from moe.kernels.host_memory import empty_in_few_pages
@@ -87,7 +87,8 @@ class Gradients(NamedTuple):
         first: <float>[E, 2F or F, D].
         down: <float>[E, D, F].
         bias: <float>[E, F].
-        first_a, first_b, down_a, down_b: Of the adapters' factors, see `ExpertWeights`.
+        first_a, first_b, down_a, down_b: Of the factors of adapters, as in `LowRank`.
+        first_scale, down_scale: None.
     """
 
     tokens: Tensor | None
@@ -97,8 +98,10 @@ class Gradients(NamedTuple):
     bias: Tensor | None
     first_a: Tensor | None
     first_b: Tensor | None
+    first_scale: Tensor | None
     down_a: Tensor | None
     down_b: Tensor | None
+    down_scale: Tensor | None
 
 
 @torch.compiler.disable()
@@ -128,7 +131,7 @@ def fused_feed_forward(
     """
     if prepares_for_row_counts(tokens.dtype):
         rows = round_up_rows(rows)
-    inputs = (tokens, rows.weight, *weights)
+    inputs = (tokens, rows.weight, *weights.tensors())
     needs_graph = any(x is not None and x.requires_grad for x in inputs)
     if torch.is_grad_enabled() and needs_graph:
         return _FusedFeedForward.apply(*inputs, rows, form, late)
@@ -146,14 +149,14 @@ class _FusedFeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, *weights_and_settings: Any) -> Tensor:
         *stacked, rows, form, late = weights_and_settings
-        weights = ExpertWeights(*stacked)
+        weights = ExpertWeights.of(stacked)
         combined, values = run_forward(
             tokens, rows, weights, form, keep_products=True, seed=_dropout_seed(form)
         )
 
         # The outputs are needed for the gradient of the combine weights alone.
         kept_outputs = values.outputs if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(tokens, *weights, *values._replace(outputs=kept_outputs))
+        ctx.save_for_backward(tokens, *values._replace(outputs=kept_outputs), *stacked)
         ctx.rows = rows
         ctx.form = form
         ctx.late = late
@@ -165,9 +168,8 @@ class _FusedFeedForward(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         tokens, *saved = ctx.saved_tensors
-        num_weights = len(ExpertWeights._fields)
-        weights = ExpertWeights(*saved[:num_weights])
-        values = RowValues(*saved[num_weights:])
+        values = RowValues(*saved[:4])
+        weights = ExpertWeights.of(saved[4:])
         inputs = BackwardInputs(grad_outputs[0], tokens, ctx.rows, weights, ctx.form, values)
         needed = ctx.needs_input_grad[: len(Gradients._fields)]
         if ctx.late is None:
@@ -209,7 +211,7 @@ def run_forward(
         o_n = W2_e h_n                    second product
         y_t = sum over its rows of w_n o_n
 
-    Adapters add B_e A_e x_t to z_n and B'_e A'_e h_n to o_n.
+    Adapters add B_e (s * A_e x_t) to z_n and B'_e (s' * A'_e h_n) to o_n.
 
     Args:
         tokens: <float>[T, D].
@@ -220,7 +222,7 @@ def run_forward(
         seed: Of dropout.
         num_buffered: Number of kept rows, if it must not depend on the tokens; None for N.
     """
-    first, down, bias, first_a, first_b, down_a, down_b = weights
+    first, down, bias, first_adapter, down_adapter = weights
     counts = rows.counts.tolist()
     num_rows = rows.token.numel()
     num_kept = num_rows if num_buffered is None else num_buffered
@@ -247,11 +249,11 @@ def run_forward(
         x = tokens.index_select(0, rows.token[here])  # [n, D]
         product = products[here] if keep_products else None
         product = _expert_product(x, first, piece.expert, product)  # [n, 2F or F]
-        _add_adapter(product, x, first_a, first_b, piece.expert)
+        _add_adapter(product, x, first_adapter, piece.expert)
         gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
         hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
         output = _expert_product(hidden.output, down, piece.expert, outputs[here])  # [n, D]
-        _add_adapter(output, hidden.output, down_a, down_b, piece.expert)
+        _add_adapter(output, hidden.output, down_adapter, piece.expert)
 
     pieces = [piece for piece in split_rows(counts, _rows_per_piece(tokens)) if piece.num_rows]
     if num_rows <= _SEQUENTIAL_ROWS:
@@ -273,13 +275,15 @@ def _expert_product(x: Tensor, stacked: Tensor, expert: int, out: Tensor | None)
     return multiply(x, expert_weight(stacked, expert, x), out=out)
 
 
-def _add_adapter(
-    product: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, expert: int
-) -> None:
-    """Adds x A_e^T B_e^T of <float>[n, I] to a product <float>[n, O]; nothing without an adapter."""
-    if a is not None and b is not None:
-        low_t = torch.mm(a[expert], x.t())  # [R, n]
-        product.addmm_(low_t.t(), b[expert])
+def _add_adapter(product: Tensor, x: Tensor, adapter: LowRank | None, expert: int) -> None:
+    """Adds an adapter's product of <float>[n, I] to a product <float>[n, O], if there is one."""
+    if adapter is not None:
+        product.addmm_(_low_rank_t(x, adapter, expert).t(), adapter.b[expert])
+
+
+def _low_rank_t(x: Tensor, adapter: LowRank, expert: int) -> Tensor:
+    """Returns u^T <float>[R, n] of u = x A^T * s. The small factor comes first: last takes ten times as long."""
+    return torch.mm(adapter.a[expert], x.t()).mul_(adapter.scale[:, None])
 
 
 def run_backward(
@@ -294,7 +298,7 @@ def run_backward(
     """
     d_output, tokens, rows, weights, form, values = inputs
     products, gates, kept_units, outputs = values
-    first, down, bias, first_a, first_b, down_a, down_b = weights
+    first, down, bias, first_adapter, down_adapter = weights
     needs_tokens, needs_weight, *needs_stacked = needed
     hidden_layer = _HiddenLayer(form)
     num_rows = rows.token.numel()
@@ -304,14 +308,30 @@ def run_backward(
     d_rows = tokens.new_empty(num_rows if needs_tokens else 0, tokens.shape[1])  # dx  [N, D]
     d_weight = torch.empty_like(rows.weight) if needs_weight else None
     d_stacked: list[_WeightGradient | None] = []
-    for weight, is_needed in zip(weights, needs_stacked, strict=True):
+    for weight, is_needed in zip(weights.tensors(), needs_stacked, strict=True):
         if weight is None or not is_needed:
             d_stacked.append(None)
         else:
             d_stacked.append(_WeightGradient(weight, num_rows))
-    d_first, d_down, d_bias, d_first_a, d_first_b, d_down_a, d_down_b = d_stacked
-    first_adapter = _Adapter(first_a, first_b, d_first_a, d_first_b)
-    down_adapter = _Adapter(down_a, down_b, d_down_a, d_down_b)
+    d_first, d_down, d_bias, d_first_a, d_first_b, _, d_down_a, d_down_b, _ = d_stacked
+
+    def run_adapter(
+        piece: Piece,
+        adapter: LowRank,
+        d_a: _WeightGradient | None,
+        d_b: _WeightGradient | None,
+        d_y: Tensor,
+        x: Tensor,
+        d_x: Tensor | None,
+    ) -> None:
+        # With u = x A^T * s: dB^T = u^T dy, du = dy B * s, dA = du^T x, and a part of dx is du A.
+        if d_b is not None:
+            torch.mm(_low_rank_t(x, adapter, piece.expert), d_y, out=d_b.piece_sum(piece))
+        d_low_t = torch.mm(adapter.b[piece.expert], d_y.t()).mul_(adapter.scale[:, None])  # [R, n]
+        if d_a is not None:
+            torch.mm(d_low_t, x, out=d_a.piece_sum(piece))
+        if d_x is not None:
+            d_x.addmm_(d_low_t.t(), adapter.a[piece.expert])
 
     def run_piece(piece: Piece) -> None:
         here = slice(piece.start, piece.end)
@@ -333,7 +353,8 @@ def run_backward(
             expert_weight_gradient(d_row, hidden.output, d_down.piece_sum(piece))
         down_weight = expert_weight(down, piece.expert, tokens)
         d_hidden = multiply(d_row, down_weight.t(), kind="expert_input_gradient")  # [n, F]
-        down_adapter.run_backward(piece, d_row, hidden.output, d_hidden)
+        if down_adapter is not None:
+            run_adapter(piece, down_adapter, d_down_a, d_down_b, d_row, hidden.output, d_hidden)
 
         # Back through dropout, bias and activation, to dz.
         d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
@@ -344,7 +365,7 @@ def run_backward(
             d_products[here] = d_product
 
         # dW1 = dz^T x and dx = dz W1.
-        needs_x = d_first is not None or first_a is not None
+        needs_x = d_first is not None or first_adapter is not None
         x = tokens.index_select(0, token) if needs_x else tokens[:0]  # [n, D]
         if d_first is not None:
             expert_weight_gradient(d_product, x, d_first.piece_sum(piece))
@@ -353,7 +374,8 @@ def run_backward(
             first_weight = expert_weight(first, piece.expert, tokens)
             d_x = d_rows[here]
             multiply(d_product, first_weight.t(), kind="expert_input_gradient", out=d_x)
-        first_adapter.run_backward(piece, d_product, x, d_x)
+        if first_adapter is not None:
+            run_adapter(piece, first_adapter, d_first_a, d_first_b, d_product, x, d_x)
 
     run_pieces(run_piece, _backward_pieces(tokens, rows))
     totals: list[Tensor | None] = []
@@ -515,40 +537,6 @@ class _HiddenLayer:
 
 
 # ---- gradients of stacked weights ----
-
-
-class _Adapter(NamedTuple):
-    """The adapter of one product, if it has one, and the gradients of its factors that are needed."""
-
-    a: Tensor | None
-    b: Tensor | None
-    d_a: "_WeightGradient | None"
-    d_b: "_WeightGradient | None"
-
-    def run_backward(self, piece: Piece, d_product: Tensor, x: Tensor, d_x: Tensor | None) -> None:
-        """Computes dA and dB of y = x A_e^T B_e^T, and adds its part of dx.
-
-        Args:
-            piece: Rows of expert e.
-            d_product: <float>[n, O] dy.
-            x: <float>[n, I].
-            d_x: <float>[n, I] to add to; None if it is not needed.
-        """
-        if self.a is None or self.b is None:
-            return
-        a = self.a[piece.expert]  # [R, I]
-        b = self.b[piece.expert]  # [R, O], B^T
-
-        # With u = x A^T: dB^T = u^T dy, du = dy B, dA = du^T x and dx = du A. The small factor comes
-        # first in each product, which is up to ten times faster than last.
-        if self.d_b is not None:
-            low_t = torch.mm(a, x.t())  # [R, n]
-            torch.mm(low_t, d_product, out=self.d_b.piece_sum(piece))
-        d_low_t = torch.mm(b, d_product.t())  # [R, n]
-        if self.d_a is not None:
-            torch.mm(d_low_t, x, out=self.d_a.piece_sum(piece))
-        if d_x is not None:
-            d_x.addmm_(d_low_t.t(), a)
 
 
 class _WeightGradient:

@@ -1,32 +1,55 @@
 """Stacked weights of experts, plain or quantized: by this library or by torchao."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 
-class ExpertWeights(NamedTuple):
-    """Stacked weights of E experts, and their low-rank adapters.
+class LowRank(NamedTuple):
+    """Low-rank adapter of one product: it adds (x A_e^T * s) B_e^T to x W_e^T.
 
-    An adapter adds x A_e^T B_e^T to a product x W_e^T; both of its factors are None without one.
+    Attributes:
+        a: <float>[E, R, I] A.
+        b: <float>[E, R, O] B^T, of any strides.
+        scale: <float>[R] s.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: Tensor
+
+
+class ExpertWeights(NamedTuple):
+    """Stacked weights of E experts.
 
     Attributes:
         first: <float>[E, 2F or F, D] of the first product, gate above up.
         down: <float>[E, D, F] of the second.
         bias: <float>[E, F] of the hidden units; None for none.
-        first_a: <float>[E, R, D] A of the first product.
-        first_b: <float>[E, R, 2F or F] B^T of the first product, including the adapter's scale.
-        down_a: <float>[E, R', F] A of the second.
-        down_b: <float>[E, R', D] B^T of the second.
+        first_adapter: Of the first product; None for none.
+        down_adapter: Of the second product; None for none.
     """
 
     first: Tensor
     down: Tensor
     bias: Tensor | None
-    first_a: Tensor | None = None
-    first_b: Tensor | None = None
-    down_a: Tensor | None = None
-    down_b: Tensor | None = None
+    first_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Returns the nine tensors for an operation of torch, None for absent ones."""
+        absent = (None, None, None)
+        factors = [*(self.first_adapter or absent), *(self.down_adapter or absent)]
+        return [self.first, self.down, self.bias, *factors]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> "ExpertWeights":
+        """Returns the weights of the result of `tensors`."""
+        first, down, bias, *factors = tensors
+        first_adapter = None if factors[0] is None else LowRank(*factors[:3])
+        down_adapter = None if factors[3] is None else LowRank(*factors[3:])
+        return cls(first, down, bias, first_adapter, down_adapter)
 
 
 def is_quantized(weight: Tensor) -> bool:

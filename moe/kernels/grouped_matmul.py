@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe.kernels.expert_weights import expert_weight, is_quantized
+from moe.kernels.expert_weights import LowRank, expert_weight, is_quantized
 from moe.kernels.first_order import first_order_only
 
 
@@ -41,23 +41,21 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return _GroupedLinear.apply(x, weight, ends)
 
 
-def grouped_low_rank(x: Tensor, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """Returns x A_e^T B_e^T for rows sorted by expert, as `grouped_linear`.
+def grouped_low_rank(x: Tensor, adapter: LowRank, counts: Tensor) -> Tensor:
+    """Returns what an adapter adds to the product of rows sorted by expert, as `grouped_linear`.
 
     Args:
         x: <float>[N, I] rows.
-        a: <float>[E, R, I].
-        b: <float>[E, R, O] B^T.
+        adapter: The adapter.
         counts: <int64>[E] rows of each expert.
 
     Returns:
         <float>[N, O].
     """
     # With zeros up to a multiple of 16 bytes any rank is one call.
-    num_zeros = -a.shape[1] % 8
-    if num_zeros:
-        a = F.pad(a, (0, 0, 0, num_zeros))
-        b = F.pad(b, (0, 0, 0, num_zeros))
+    zeros = (0, 0, 0, -adapter.scale.numel() % 8)
+    a = F.pad(adapter.a * adapter.scale[:, None], zeros)
+    b = F.pad(adapter.b, zeros).contiguous()
     return grouped_linear(grouped_linear(x, a, counts), b.mT, counts)
 
 

@@ -9,24 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import nn
 
 from moe.distributed.mesh import ExpertAxis
 from moe.errors import ConfigError
+from moe.kernels.expert_weights import LowRank
 
 _PRODUCTS = {"gate_up_proj": "first", "up_proj": "first", "down_proj": "down"}
-
-
-class LowRank(NamedTuple):
-    """Factors of what adapters add to one product: x A_e^T B_e^T for a row x of expert e.
-
-    Attributes:
-        a: <float>[E, R, I] A.
-        b: <float>[E, R, O] B^T, times the adapter's scale.
-    """
-
-    a: Tensor
-    b: Tensor
 
 
 class Adapters(NamedTuple):
@@ -102,14 +91,18 @@ def _read_factors(
         num_local = num_experts // ep.size
         local = slice(ep.group.rank() * num_local, (ep.group.rank() + 1) * num_local)
 
-    # In PEFT's A the experts are the slowest index of a dimension, in its B the fastest.
-    all_a: list[Tensor] = []
-    all_b: list[Tensor] = []
+    # In PEFT's A the experts are the slowest index of a dimension, in its B the fastest. Products
+    # with gradients are faster for a transposed copy of B; in decoding most experts are not used.
+    parts: list[LowRank] = []
     for name in names:
         a = wrapper.lora_A[name].weight
-        b = wrapper.lora_B[name].weight * wrapper.scaling[name]
-        all_a.append(rearrange(a, "(e r) i -> e r i", e=num_experts)[local])
-        # A transposed copy is fast for a matrix, and slow for a tensor of experts.
-        b_t = b.t().contiguous()
-        all_b.append(rearrange(b_t, "(r e) o -> e r o", e=num_experts)[local])
-    return LowRank(torch.cat(all_a, dim=1), torch.cat(all_b, dim=1))
+        b = wrapper.lora_B[name].weight.t()
+        if torch.is_grad_enabled():
+            b = b.contiguous()
+        a = rearrange(a, "(e r) i -> e r i", e=num_experts)[local]
+        b = rearrange(b, "(r e) o -> e r o", e=num_experts)[local]
+        parts.append(LowRank(a, b, a.new_full((a.shape[1],), wrapper.scaling[name])))
+    if len(parts) == 1:
+        return parts[0]
+    a, b, scale = zip(*parts, strict=True)
+    return LowRank(torch.cat(a, dim=1), torch.cat(b, dim=1), torch.cat(scale))

@@ -16,7 +16,13 @@ from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.dropout import dropout
 from moe.kernels.expert_rows import combine_rows, gather_rows, used_rows
-from moe.kernels.expert_weights import ExpertWeights, can_select_experts, dequantized, is_quantized
+from moe.kernels.expert_weights import (
+    ExpertWeights,
+    LowRank,
+    can_select_experts,
+    dequantized,
+    is_quantized,
+)
 from moe.kernels.grouped_matmul import grouped_linear, grouped_low_rank
 from moe.kernels.hidden_units import ExpertForm, hidden_rows, hidden_units
 from moe.kernels.late_gradients import LateGradients, pass_weights
@@ -181,20 +187,20 @@ class Experts(nn.Module):
         Returns:
             <float>[N, D].
         """
-        first, down, bias, first_a, first_b, down_a, down_b = weights
+        first, down, bias, first_adapter, down_adapter = weights
 
         # Inputs and weights have the dtypes of the products already.
         with autocast_disabled(x.device.type):
             product = grouped_linear(x, first, counts).to(down.dtype)  # [N, 2F or F]
-            if first_a is not None and first_b is not None:
+            if first_adapter is not None:
                 x = dropout(x, adapter_dropout)
-                product = product + grouped_low_rank(x, first_a, first_b, counts).to(down.dtype)
+                product = product + grouped_low_rank(x, first_adapter, counts).to(down.dtype)
 
             hidden = hidden_rows(product, bias, counts, self.form())  # [N, F]
             output = grouped_linear(hidden, down, counts)  # [N, D]
-            if down_a is not None and down_b is not None:
+            if down_adapter is not None:
                 hidden = dropout(hidden, adapter_dropout)
-                output = output + grouped_low_rank(hidden, down_a, down_b, counts)
+                output = output + grouped_low_rank(hidden, down_adapter, counts)
             return output
 
     def run_slots(
@@ -213,21 +219,21 @@ class Experts(nn.Module):
         Returns:
             <float>[E, n, D].
         """
-        first, down, bias, first_a, first_b, down_a, down_b = weights
+        first, down, bias, first_adapter, down_adapter = weights
         with autocast_disabled(slots.device.type):
             # All experts in one batched product, since all have as many slots.
             x = rearrange(slots, "e n d -> e d n")
             product = torch.bmm(first, x).to(down.dtype)  # [E, 2F or F, n]
-            if first_a is not None and first_b is not None:
-                low = torch.bmm(first_a, dropout(x, adapter_dropout))  # [E, R, n]
-                product = product + torch.bmm(first_b.mT, low).to(down.dtype)
+            if first_adapter is not None:
+                x = dropout(x, adapter_dropout)
+                product = product + _adapt_slots(x, first_adapter).to(down.dtype)
 
             bias = None if bias is None else bias[..., None]  # [E, F, 1]
             hidden = hidden_units(product, bias, self.form(), dim=1)  # [E, F, n]
             outputs = torch.bmm(down, hidden)  # [E, D, n]
-            if down_a is not None and down_b is not None:
-                low = torch.bmm(down_a, dropout(hidden, adapter_dropout))  # [E, R', n]
-                outputs = outputs + torch.bmm(down_b.mT, low)
+            if down_adapter is not None:
+                hidden = dropout(hidden, adapter_dropout)
+                outputs = outputs + _adapt_slots(hidden, down_adapter)
             return rearrange(outputs, "e d n -> e n d").contiguous()
 
     def form(self) -> ExpertForm:
@@ -271,18 +277,13 @@ class Experts(nn.Module):
         dtype = self.output_dtype()
         first_dtype = dtype if fused else self.product_dtype()
         bias = None if self.bias is None else local_shard(self.bias).to(dtype)
-        weights = ExpertWeights(
+        return ExpertWeights(
             first=_product_weight(first, first_dtype, fused),
             down=_product_weight(local_shard(self.down_proj), dtype, fused),
             bias=bias,
+            first_adapter=_convert(adapters.first, first_dtype),
+            down_adapter=_convert(adapters.down, dtype),
         )
-        if adapters.first is not None:
-            a, b = adapters.first
-            weights = weights._replace(first_a=a.to(first_dtype), first_b=b.to(first_dtype))
-        if adapters.down is not None:
-            a, b = adapters.down
-            weights = weights._replace(down_a=a.to(dtype), down_b=b.to(dtype))
-        return weights
 
 
 def _product_weight(weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
@@ -297,6 +298,16 @@ def _product_weight(weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
     elif is_converted_later and weight.dtype == torch.float16:
         return weight
     return dequantized(weight).to(dtype)
+
+
+def _convert(adapter: LowRank | None, dtype: torch.dtype) -> LowRank | None:
+    return None if adapter is None else LowRank(*[tensor.to(dtype) for tensor in adapter])
+
+
+def _adapt_slots(x: Tensor, adapter: LowRank) -> Tensor:
+    """Returns what an adapter adds to the product of <float>[E, I, n]: <float>[E, O, n]."""
+    low = torch.bmm(adapter.a, x) * adapter.scale[:, None]  # [E, R, n]
+    return torch.bmm(adapter.b.mT, low)
 
 
 def truncated_normal_(tensor: Tensor, std: float) -> Tensor:

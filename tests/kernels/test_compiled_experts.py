@@ -73,6 +73,13 @@ def test_the_operation_is_what_it_says_to_compilers():
     config = tiny(expert_bias=expert_bias)
     (tokens, weight, *stacked), rows = problem(config, **SIZES)
     indices = [rows.counts, rows.token, rows.by_token, rows.token_start]
+
+    # An adapter of the first product, and none of the second.
+    first, _, _ = stacked
+    a, b = torch.randn_like(first[:, :2]), torch.randn_like(first[:, :, :2].mT)
+    absent = torch.empty(0, dtype=first.dtype)
+    scale = torch.rand(2, dtype=first.dtype)
+    stacked += [a.requires_grad_(), b.requires_grad_(), scale, absent, absent, absent]
     seed = torch.tensor(3)
     arguments = (tokens, weight, stacked, indices, seed, "gelu", True, expert_bias, 0.3, True, True)
     torch.library.opcheck(compiled_experts._fused_experts, arguments)

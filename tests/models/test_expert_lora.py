@@ -24,8 +24,8 @@ from moe import (
     replace_feed_forward,
 )
 from moe.kernels.expert_rows import ExpertRows
-from moe.kernels.expert_weights import is_quantized
-from moe.sparse.adapters import NO_ADAPTERS, Adapters, LowRank, read_adapters
+from moe.kernels.expert_weights import LowRank, is_quantized
+from moe.sparse.adapters import NO_ADAPTERS, Adapters, read_adapters
 from moe.sparse.dispatch import Arrived, SortedRows, UngatheredRows
 from moe.sparse.experts import Experts
 from moe.tracing.recorder import traced_batches
@@ -223,7 +223,9 @@ def test_dropout_of_adapters_drops_inputs_of_a(form):
     experts.down_proj.data.fill_(1 / 16)
     a = torch.ones(2, 1, 256, dtype=torch.float64, requires_grad=True)
     b = torch.ones(2, 1, 16, dtype=torch.float64)
-    output = experts(Arrived(dropout_inputs(form)), Adapters(LowRank(a, b), dropout_rate=0.25))
+    output = experts(
+        Arrived(dropout_inputs(form)), Adapters(LowRank(a, b, torch.ones(1)), dropout_rate=0.25)
+    )
     num_kept = 0.75 * output.detach().reshape(-1, 256)[:ROWS, 0]
     close(num_kept, num_kept.round(), 1e-9)
     deviation = math.sqrt(256 * 0.25 * 0.75)
