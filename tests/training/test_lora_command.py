@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM
 
 import stmoe
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
@@ -99,7 +100,16 @@ def test_a_run_keeps_adapters_alone_which_plain_peft_reads_and_a_conversion_merg
     plain = PeftModel.from_pretrained(base, runs[kind] / "model")
     torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-6)
     assert not torch.allclose(logits(model), before, atol=1e-2)
-    assert torch.equal(logits(load_model(runs[kind] / "model")), logits(model))
+    others = [load_model(runs[kind] / "model"), load(runs[kind], subfolder="model")]
+    others.append(AutoModelForSeq2SeqLM.from_pretrained(runs[kind] / "model"))
+    if kind == "floats":
+        mapped = load_model(runs[kind] / "model", mmap=True)  # at other addresses
+        torch.testing.assert_close(logits(mapped), logits(model), rtol=0, atol=1e-5)
+    for other in others:
+        assert torch.equal(logits(other), logits(model))
+    dropping = load(runs[kind] / "model", eval_capacity_factor=0.25)
+    assert dropping.config.eval_capacity_factor == 0.25
+    assert not torch.equal(logits(dropping), logits(model))
 
     # Merged, quantized experts are floats.
     target = tmp_path / "merged"
