@@ -17,7 +17,7 @@ import moe
 import stmoe
 from moe.cli import Parser
 from moe.data.tokenizer import train_tokenizer
-from moe.hosts.all_hosts import load_hosts
+from moe.hosts.all_hosts import HOSTS
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS
 from moe.optim.optimizers import OPTIMIZERS
 from moe.sparse.router_options import ROUTERS
@@ -88,7 +88,7 @@ def workspace(tmp_path_factory):
 def registries(monkeypatch):
     """Lets a page register what it explains, for its own time only."""
     TASKS.names()
-    registries = (ROUTERS, OPTIMIZERS, TASKS, CHECKPOINT_FORMATS, load_hosts())
+    registries = (ROUTERS, OPTIMIZERS, TASKS, CHECKPOINT_FORMATS, HOSTS)
     for registry in registries:
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 

@@ -17,7 +17,6 @@ from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
 from moe.hosts.model import HOSTS, SparseHost
 from moe.models.configuration import STMoEConfig
-from moe.registry import Registry
 from moe.sparse.editing import sparse_layers
 
 for module in pkgutil.iter_modules(moe.hosts.records.__path__):
@@ -29,11 +28,6 @@ for name in HOSTS.names():
     HOST_CLASSES.update({name: model_class.host.dense_class, sparse_type: model_class})
     AutoConfig.register(sparse_type, model_class.config_class, exist_ok=True)
     AutoModelForSeq2SeqLM.register(model_class.config_class, model_class, exist_ok=True)
-
-
-def load_hosts() -> Registry[type[SparseHost]]:
-    """Returns HOSTS with every file of moe/hosts/records in it."""
-    return HOSTS
 
 
 def find_host(model_type: Any) -> type[SparseHost]:

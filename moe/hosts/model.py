@@ -22,7 +22,6 @@ from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import share_of_targets
-from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.outputs import RouterRecords
 from moe.registry import Registry
 from moe.sparse.editing import Stack
@@ -103,13 +102,6 @@ class SparseHost:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         for site in self.become_sparse(settings):
             setattr(site.block, self.host.feed_forward, HostFeedForward(site.config))
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model of a folder or hub name, as the host does."""
-        result = cast(Any, super()).from_pretrained(*args, **kwargs)
-        warn_of_plain_experts(result[0] if isinstance(result, tuple) else result)
-        return result
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Saves the model as the host does.

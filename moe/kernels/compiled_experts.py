@@ -8,6 +8,7 @@ than tokens were sent to experts: rows after the last expert's are never read.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.kernels.cpu_experts import BackwardInputs, RowValues, run_backward, run_forward
@@ -151,10 +152,9 @@ def _fused_experts_backward(
     gradients = run_backward(inputs, needed)
 
     # The weight of an unused row has the gradient 0.
-    if gradients.row_weight is not None:
-        d_row_weight = torch.zeros_like(row_weight)
-        d_row_weight[: rows.weight.numel()] = gradients.row_weight
-        gradients = gradients._replace(row_weight=d_row_weight)
+    if gradients[1] is not None:
+        num_unused = row_weight.numel() - rows.weight.numel()
+        gradients[1] = F.pad(gradients[1], (0, num_unused))
 
     # An operation returns tensors only: as many as there are inputs with gradients.
     results = []

@@ -78,32 +78,6 @@ class BackwardInputs(NamedTuple):
     values: RowValues
 
 
-class Gradients(NamedTuple):
-    """Gradients of the inputs of `fused_feed_forward`; None if not requested.
-
-    Attributes:
-        tokens: <float>[T, D].
-        row_weight: <float>[N] of the combine weights.
-        first: <float>[E, 2F or F, D].
-        down: <float>[E, D, F].
-        bias: <float>[E, F].
-        first_a, first_b, down_a, down_b: Of the factors of adapters, as in `LowRank`.
-        first_scale, down_scale: None.
-    """
-
-    tokens: Tensor | None
-    row_weight: Tensor | None
-    first: Tensor | None
-    down: Tensor | None
-    bias: Tensor | None
-    first_a: Tensor | None
-    first_b: Tensor | None
-    first_scale: Tensor | None
-    down_a: Tensor | None
-    down_b: Tensor | None
-    down_scale: Tensor | None
-
-
 @torch.compiler.disable()
 def fused_feed_forward(
     tokens: Tensor,
@@ -171,7 +145,7 @@ class _FusedFeedForward(torch.autograd.Function):
         values = RowValues(*saved[:4])
         weights = ExpertWeights.of(saved[4:])
         inputs = BackwardInputs(grad_outputs[0], tokens, ctx.rows, weights, ctx.form, values)
-        needed = ctx.needs_input_grad[: len(Gradients._fields)]
+        needed = ctx.needs_input_grad[:-3]
         if ctx.late is None:
             return (*run_backward(inputs, needed), None, None, None)
 
@@ -179,11 +153,11 @@ class _FusedFeedForward(torch.autograd.Function):
         needs_tokens, needs_weight, _, _, *needs_others = needed
         d_products = torch.empty_like(values.products)  # dz  [N, 2F or F]
         needed = (needs_tokens, needs_weight, False, False, *needs_others)
-        gradients = run_backward(inputs, needed, d_products)
+        d_tokens, d_weight, _, _, *d_others = run_backward(inputs, needed, d_products)
 
         compute = partial(run_weight_gradients, inputs, d_products)
         d_first, d_down = ctx.late.leave(compute, weights)
-        return (*gradients._replace(first=d_first, down=d_down), None, None, None)
+        return (d_tokens, d_weight, d_first, d_down, *d_others, None, None, None)
 
 
 def _dropout_seed(form: ExpertForm) -> int:
@@ -288,12 +262,13 @@ def _low_rank_t(x: Tensor, adapter: LowRank, expert: int) -> Tensor:
 
 def run_backward(
     inputs: BackwardInputs, needed: Sequence[bool], d_products: Tensor | None = None
-) -> Gradients:
+) -> list[Tensor | None]:
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
     Args:
         inputs: Inputs of the gradients.
-        needed: Which gradients are requested, in the order of `Gradients`.
+        needed: Which gradients are requested: of tokens, of the rows' weights, and of the weights in
+            the order of their `tensors`.
         d_products: <float>[N, 2F or F] receives dz, for `run_weight_gradients`; None if that is not needed.
     """
     d_output, tokens, rows, weights, form, values = inputs
@@ -378,11 +353,10 @@ def run_backward(
             run_adapter(piece, first_adapter, d_first_a, d_first_b, d_product, x, d_x)
 
     run_pieces(run_piece, _backward_pieces(tokens, rows))
-    totals: list[Tensor | None] = []
+    gradients = [sum_by_token(d_rows, rows, None) if needs_tokens else None, d_weight]
     for gradient in d_stacked:
-        totals.append(None if gradient is None else gradient.total())
-    d_tokens = sum_by_token(d_rows, rows, None) if needs_tokens else None
-    return Gradients(d_tokens, d_weight, *totals)
+        gradients.append(None if gradient is None else gradient.total())
+    return gradients
 
 
 def run_weight_gradients(

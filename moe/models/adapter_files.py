@@ -31,20 +31,20 @@ def stored_name(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def find_base(source: Path | str, **download: Any) -> str | None:
+def find_base(source: Path | str | None, **download: Any) -> str | None:
     """Returns the model whose adapters are in a folder or hub name; None if a model is there.
 
     Args:
-        source: The folder or hub name.
+        source: The folder or hub name; None for none.
         download: `revision`, `token`, `cache_dir` and the like.
 
     Raises:
         CheckpointError: When the base model is missing.
         ConfigError: When peft is not installed.
     """
-    path = find_adapter_config_file(str(source), **download)
+    path = None if source is None else find_adapter_config_file(str(source), **download)
     base = None if path is None else read_json_object(path).get("base_model_name_or_path")
-    if not base or any(find_file(source, name, **download) for name in _WEIGHTS):
+    if source is None or not base or any(find_file(source, name, **download) for name in _WEIGHTS):
         return None
     if find_spec("peft") is None:
         raise ConfigError(f"{source} holds adapters, for which `pip install 'stmoe[finetune]'`.")

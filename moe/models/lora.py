@@ -1,17 +1,12 @@
 """Low-rank adapters (LoRA) of experts and attention: a configuration for PEFT."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin
 
 from moe.errors import ConfigError
 from moe.sparse.experts import PROJECTIONS, Experts
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 
 def lora_config(
@@ -22,8 +17,8 @@ def lora_config(
     rank: int = 8,
     alpha: float = 16,
     **options: Any,
-) -> LoraConfig:
-    """Returns a PEFT configuration whose adapters all attach to parameters of `model`.
+) -> Any:
+    """Returns a `peft.LoraConfig` whose adapters all attach to parameters of `model`.
 
     PEFT's own `target_modules="all-linear"` attaches nothing to the experts, without a warning: they are stacked
     parameters, not linear modules, and are listed in `target_parameters`. An adapter of experts is one A and one B of
@@ -52,9 +47,7 @@ def lora_config(
         TypeError: When an option is unknown to peft or given by the arguments above.
     """
     try:
-        from peft import LoraConfig
-
-        from moe.models.expert_lora import ExpertLoraConfig, check_options
+        from moe.models.expert_lora import ExpertLoraConfig, LoraConfig, check_options
     except ImportError as error:
         raise ConfigError(
             "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
@@ -62,9 +55,7 @@ def lora_config(
 
     # PEFT finds modules and parameters by the ends of their names: two parts, since another layer may
     # call its projection the same. The projections of nn.MultiheadAttention are not called.
-    projections: set[str] = set()
-    expert_weights: set[str] = set()
-    widths: dict[str, int] = {}
+    widths: dict[str, dict[str, int]] = {"experts": {}, "attention": {}}
     for path, module in model.named_modules():
         owner = path.rpartition(".")[2]
         if hasattr(module, "get_base_layer"):
@@ -72,35 +63,30 @@ def lora_config(
                 f"lora_config got a {type(model).__name__} with adapters; expected one without adapters. Call it "
                 "before get_peft_model, or after merge_and_unload."
             )
-        if experts and isinstance(module, Experts):
+        if isinstance(module, Experts):
             for name in PROJECTIONS & module._parameters.keys():
-                expert_weights.add(f"{owner}.{name}")
-                widths[f"{path}.{name}"] = min(module.get_parameter(name).shape[1:])
+                smallest = min(module.get_parameter(name).shape[1:])
+                widths["experts"][f"{owner}.{name}"] = smallest
         is_attention = type(module).__name__.endswith("Attention")
-        if attention and is_attention and not isinstance(module, nn.MultiheadAttention):
+        if is_attention and not isinstance(module, nn.MultiheadAttention):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear):
-                    projections.add(f"{owner}.{name}")
-                    widths[f"{path}.{name}"] = min(child.in_features, child.out_features)
+                    smallest = min(child.in_features, child.out_features)
+                    widths["attention"][f"{owner}.{name}"] = smallest
 
-    if experts and not expert_weights:
-        raise ConfigError(
-            "lora_config got experts=True, but the model is dense. Pass experts=False."
-        )
-    if attention and not projections:
-        raise ConfigError(
-            f"lora_config got attention=True, but no attention of this {type(model).__name__} calls linear "
-            "modules. Pass attention=False."
-        )
-    if not widths:
-        raise ConfigError(
-            "lora_config got experts=False and attention=False; expected one of them."
-        )
-    narrowest = min(widths, key=widths.__getitem__)
-    if rank > widths[narrowest]:
-        raise ConfigError(
-            f"lora_config got rank={rank}; expected at most {widths[narrowest]}, the width of {narrowest}."
-        )
+    # All that is wanted must be there, and wide enough.
+    wanted = {"experts": experts, "attention": attention}
+    for kind in [kind for kind, is_wanted in wanted.items() if is_wanted]:
+        if not widths[kind]:
+            raise ConfigError(
+                f"lora_config got {kind}=True, but this {type(model).__name__} has no {kind} that it can adapt. "
+                f"Pass {kind}=False."
+            )
+        narrowest = min(widths[kind], key=widths[kind].__getitem__)
+        if rank > widths[kind][narrowest]:
+            raise ConfigError(
+                f"lora_config got rank={rank}; expected at most {widths[kind][narrowest]}, the width of {narrowest}."
+            )
     if experts:
         check_options(options)
 
@@ -112,7 +98,7 @@ def lora_config(
     return config_class(
         r=rank,
         lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft says int
-        target_modules=sorted(projections) or None,
-        target_parameters=sorted(expert_weights) or None,
+        target_modules=sorted(widths["attention"]) if attention else None,
+        target_parameters=sorted(widths["experts"]) if experts else None,
         **options,
     )

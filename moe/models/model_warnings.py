@@ -124,12 +124,9 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
 
     if not plain:
         return
-    remedy = ""
-    if isinstance(model.config, STMoEConfig):  # hosts are quantized by torchao alone
-        remedy = "Quantize them first by `stmoe quantize`, and load its folder with the same quantization_config. "
     warnings.warn(
-        f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). {remedy}"
-        "torchao reaches them by name in a model loaded without a quantizer: "
-        "quantize_(model, FqnToConfig({'re:.*_proj': config}), filter_fn=None).",
+        f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). Quantize "
+        "them first by `stmoe quantize`, and load its folder with the same quantization_config. torchao reaches them "
+        "by name in a model loaded without a quantizer: quantize_(model, FqnToConfig({'re:.*_proj': config}), filter_fn=None).",
         stacklevel=3,
     )

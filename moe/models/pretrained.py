@@ -12,12 +12,11 @@ from huggingface_hub import CommitInfo, HfApi
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from moe.checks import check
 from moe.distributed.mesh import ExpertAxis, MeshConfig
 from moe.distributed.sharding import local_shard, refuse_to_save
-from moe.errors import CheckpointError, ConfigError, MoEError
+from moe.errors import CheckpointError, MoEError
 from moe.files import refuse_links, register_folder_kind
 from moe.kernels.expert_weights import is_quantized
 from moe.kernels.quantized_weight import QuantizedWeight
@@ -38,12 +37,7 @@ from moe.models.card import (
     model_card,
     write_card,
 )
-from moe.models.checkpoint_formats import (
-    COPY_AGAIN,
-    CheckpointFormat,
-    find_format,
-    read_json_object,
-)
+from moe.models.checkpoint_formats import COPY_AGAIN, CheckpointFormat, find_format
 from moe.models.configuration import STMoEConfig
 from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
@@ -226,14 +220,13 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         raw_config = _read_raw_config(source, download)
         checkpoint_format = None if raw_config is None else find_format(raw_config)
-        base = None if raw_config is None else find_base(source, **download)
-        if raw_config is None:
-            _refuse_adapter_of_other_library(source, download)
+        base = find_base(source, **download)
 
         with _checking_local_weights(source, download):
             try:
                 if base is not None:
-                    result = cls._load_adapted(source, base, *args, **kwargs)
+                    has_config = raw_config is not None
+                    result = cls._load_adapted(source, base, has_config, *args, **kwargs)
                 elif raw_config is not None and checkpoint_format is not None:
                     result = cls._convert(
                         source, raw_config, checkpoint_format, *args, download=download, **kwargs
@@ -309,16 +302,19 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         return result
 
     @classmethod
-    def _load_adapted(cls, source: Any, base: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns the base model of a folder of adapters, with its settings and with them attached."""
+    def _load_adapted(
+        cls, source: Any, base: str, has_config: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Returns the base model of a folder of adapters with them attached, and the folder's settings if any."""
         download = {name: kwargs.pop(name) for name in DOWNLOAD if name in kwargs}
-        config = kwargs.pop("config", None) or STMoEConfig.from_pretrained(source, **download)
-        fields = STMoEConfig.__annotations__.keys() & kwargs.keys()
-        config = config.replaced(**{name: kwargs.pop(name) for name in fields})
-        kwargs.setdefault("generation_config", load_generation_config(source, download))
+        if has_config:
+            config = kwargs.pop("config", None) or STMoEConfig.from_pretrained(source, **download)
+            fields = STMoEConfig.__annotations__.keys() & kwargs.keys()
+            kwargs["config"] = config.replaced(**{name: kwargs.pop(name) for name in fields})
+            kwargs.setdefault("generation_config", load_generation_config(source, download))
         kwargs.pop("adapter_kwargs", None)  # of Auto classes: the same folder
 
-        result = cls.from_pretrained(base, *args, config=config, **kwargs)
+        result = cls.from_pretrained(base, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
         missing = model.load_adapter(str(source), adapter_kwargs=download).missing_keys
         if missing:
@@ -498,24 +494,6 @@ def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | 
     except OSError:
         # It may be an adapter; transformers raises the error if it is neither.
         return None
-
-
-def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> None:
-    """Raises a ConfigError for PEFT adapters of a T5 or Switch, whose base would be re-initialized."""
-    if not isinstance(source, str | os.PathLike):
-        return
-    path = find_adapter_config_file(str(source), **download)
-    if path is None:
-        return
-
-    base = read_json_object(path).get("base_model_name_or_path")
-    raw_config = _read_raw_config(base, download) if base else None
-    if raw_config is not None and find_format(raw_config) is not None:
-        raise ConfigError(
-            f"{source} holds adapters of {base}, a model of another library. Load the base by "
-            f"from_pretrained({base!r}) and then the adapters by "
-            f"PeftModel.from_pretrained(model, {str(source)!r})."
-        )
 
 
 def _checking_local_weights(source: Any, download: dict[str, Any]) -> AbstractContextManager[None]:

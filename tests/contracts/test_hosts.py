@@ -14,7 +14,7 @@ from peft import get_peft_model
 from moe import lora_config
 from moe.checkpoint.loading import load_model
 from moe.errors import CheckpointError
-from moe.hosts.all_hosts import load_hosts
+from moe.hosts.all_hosts import HOSTS
 from moe.hosts.upcycle import upcycle_host
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.editing import edit_routing, sparse_layers
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
-HOSTS = load_hosts().names()
+HOSTS = HOSTS.names()
 each_host = pytest.mark.parametrize("name", HOSTS)
 REAL = tiny_batch()["labels"] != -100
 
@@ -83,7 +83,7 @@ def test_any_gate_gives_the_host_but_for_the_eps_of_its_norm(name):
     fields = {"router": "switch", "router_initializer_std": 0.02}
     switch = Upcycling(num_experts=8, num_selected_experts=1, fields=fields)
     dense = dense_host(name)
-    norm_after = load_hosts().get(name).host.norm_after
+    norm_after = HOSTS.get(name).host.norm_after
     norms = [part for path, part in dense.named_modules() if path.endswith(norm_after)]
     for norm in norms:
         norm.eps = 1e-12

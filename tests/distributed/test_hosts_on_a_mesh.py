@@ -12,7 +12,7 @@ from moe.checkpoint.final_model import save_model_on_mesh
 from moe.checkpoint.loading import load_model
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError
-from moe.hosts.all_hosts import load_hosts
+from moe.hosts.all_hosts import HOSTS
 from moe.hosts.parallelize import shard_host
 from tests.distributed.ranks import run_ranks, whole
 from tests.hosts.tiny_hosts import sparse_host
@@ -153,7 +153,7 @@ def on_two_ranks(rank, num_ranks, name, folder):
     }
 
 
-@pytest.mark.parametrize("name", load_hosts().names())
+@pytest.mark.parametrize("name", HOSTS.names())
 def test_a_host_on_two_ranks_computes_generates_and_saves_what_one_process_does(name, tmp_path):
     for answer in run_ranks(on_two_ranks, 2, tmp_path, name, tmp_path):
         for mesh in ("ep", "fsdp"):

@@ -30,6 +30,7 @@ from tests.models.hf_models import (
     their_inputs,
     their_model,
 )
+from tests.models.tiny import tiny_batch
 from tests.processes import run_program
 
 
@@ -441,11 +442,16 @@ def test_loading_takes_the_model_and_one_shard(folders, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_of_a_converted_model_name_their_base_and_are_not_loaded_onto_a_random_one(
-    folder, tmp_path
-):
+def test_adapters_of_a_converted_model_load_with_their_base(folder, tmp_path):
     their_model().save_pretrained(folder)
     model = STMoEForConditionalGeneration.from_pretrained(folder)
-    get_peft_model(model, lora_config(model)).save_pretrained(tmp_path / "adapters")
-    with pytest.raises(ConfigError, match=r"adapters of .*, a model of another library"):
-        STMoEForConditionalGeneration.from_pretrained(tmp_path / "adapters")
+    adapted = get_peft_model(model, lora_config(model))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapters")
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "adapters")
+    logits = loaded(**tiny_batch()).logits
+    assert torch.equal(logits, adapted.eval()(**tiny_batch()).logits)
+    with adapted.disable_adapter():
+        assert not torch.allclose(logits, adapted(**tiny_batch()).logits)

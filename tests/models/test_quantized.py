@@ -18,7 +18,6 @@ from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.pretrained import freeze_quantized_experts, refuse_not_finite
 from moe.sparse.experts import Experts
 from moe.surgery.quantize import quantize_checkpoint
-from tests.hosts.tiny_hosts import sparse_host
 from tests.models.int8 import Int8Weight, PackedInt8Weight
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -209,19 +208,6 @@ def test_quantized_experts_beside_replaced_linear_modules_save_and_load_the_same
     loaded = from_pretrained(tmp_path / "both")
     assert not [warning for warning in recwarn if "not quantized" in str(warning.message)]
     assert torch.equal(model(**tiny_batch()).logits, loaded(**tiny_batch()).logits)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_host_names_the_share_of_its_experts_that_a_quantizer_left(tmp_path, replaced_config):
-    host = sparse_host("t5gemma")
-    host.save_pretrained(tmp_path)
-    experts = 0
-    for module in host.modules():
-        if isinstance(module, Experts):
-            experts += sum(weight.numel() for weight in module.parameters())
-    with pytest.warns(UserWarning, match=f"{experts:,} of {host.num_parameters():,}") as caught:
-        type(host).from_pretrained(tmp_path, quantization_config=replaced_config)
-    assert not any("stmoe quantize" in str(warning.message) for warning in caught)
 
 
 def test_the_rank_of_adapters_is_compared_with_widths_and_not_with_packed_weights():
