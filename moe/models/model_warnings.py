@@ -126,7 +126,7 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
         return
     warnings.warn(
         f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). Quantize "
-        "them first by `stmoe quantize`, and load its folder with the same quantization_config. torchao reaches them "
-        "by name in a model loaded without a quantizer: quantize_(model, FqnToConfig({'re:.*_proj': config}), filter_fn=None).",
+        "them first by `stmoe quantize`, and load its folder with the same quantization_config. torchao quantizes them "
+        "in a loaded model: quantize_(model, FqnToConfig({'re:.*_proj': config}), filter_fn=None).",
         stacklevel=3,
     )
