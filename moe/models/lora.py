@@ -65,8 +65,7 @@ def lora_config(
             )
         if isinstance(module, Experts):
             for name in PROJECTIONS & module._parameters.keys():
-                smallest = min(module.get_parameter(name).shape[1:])
-                widths["experts"][f"{owner}.{name}"] = smallest
+                widths["experts"][f"{owner}.{name}"] = min(module.get_parameter(name).shape[1:])
         is_attention = type(module).__name__.endswith("Attention")
         if is_attention and not isinstance(module, nn.MultiheadAttention):
             for name, child in module.named_children():
@@ -91,8 +90,7 @@ def lora_config(
         check_options(options)
 
     # The kind of model tells PEFT which of its classes to load adapters with.
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if isinstance(model, GenerationMixin) and is_encoder_decoder:
+    if isinstance(model, GenerationMixin) and getattr(model.config, "is_encoder_decoder", False):
         options = {"task_type": "SEQ_2_SEQ_LM", **options}
     config_class = ExpertLoraConfig if experts else LoraConfig
     return config_class(

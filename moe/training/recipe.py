@@ -369,6 +369,7 @@ class LoraRecipe:
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="lora.")
+        check(self.experts or self.attention, "lora.experts", False, "true, or lora.attention true")
         check_integer("lora.rank", self.rank, least=1)
         check_number("lora.alpha", self.alpha, above=0)
         check_number("lora.dropout", self.dropout, least=0, below=1)

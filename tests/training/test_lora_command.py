@@ -242,6 +242,10 @@ def test_two_ranks_train_score_and_save_as_one_process_does(inputs, tmp_path):
         ({"lora": {"rank": 3}}, r"lora is .*rank=3.*expected parameters lora with it"),
         ({"parameters": "lora", "init": "scratch"}, "init is 'scratch'; expected pretrained"),
         ({"parameters": "lora", "lora": {"rank": 0}}, r"lora\.rank is 0"),
+        (
+            {"parameters": "lora", "lora": {"experts": False, "attention": False}},
+            r"lora\.experts is False; expected true, or",
+        ),
         ({"parameters": "lora", "lora": {"dropout": 1.0}}, r"lora\.dropout is 1"),
     ],
 )
