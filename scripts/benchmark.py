@@ -3,6 +3,7 @@
     python -m scripts.benchmark layer [--json layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
     python -m scripts.benchmark model [--json model.json] [--experts 8]
+    python -m scripts.benchmark adapters [--json adapters.json] [--threads 1]
     python -m scripts.benchmark serve [--json serve.json] [--batches 1 8 32]
     python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
 
@@ -25,6 +26,7 @@ import torch
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer.layer import VARIANTS, LayerBenchmark, run_layer
 from benchmarks.layer.variants import ON_REQUEST
+from benchmarks.models.adapters import run_adapters
 from benchmarks.models.gpu import GpuBenchmark, run_gpu
 from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, run_model
 from benchmarks.models.serving import ServingBenchmark, run_serving
@@ -171,6 +173,11 @@ BENCHMARKS = {
         "training step and decoding beside transformers' Switch and T5, on a CPU",
         "json rounds threads parts experts sparse-layers batches",
         benchmark_model,
+    ),
+    "adapters": Benchmark(
+        "adapters of experts beside full fine-tuning and plain PEFT, on a CPU",
+        "json rounds threads",
+        lambda options: run_adapters(**options),
     ),
     "serve": Benchmark(
         "continuous and static batches beside Switch, T5 and CTranslate2, on a CPU",

@@ -41,9 +41,9 @@ CODE_LINES = {
     "moe/tracing": 847,
     "moe/training": 2339,
     "eval": 6520,
-    "scripts": 767,
-    "benchmarks": 2163,
-    "tests": 31352,
+    "scripts": 773,
+    "benchmarks": 2310,
+    "tests": 31387,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
-HOSTS = HOSTS.names()
-each_host = pytest.mark.parametrize("name", HOSTS)
+NAMES = HOSTS.names()
+each_host = pytest.mark.parametrize("name", NAMES)
 REAL = tiny_batch()["labels"] != -100
 
 
