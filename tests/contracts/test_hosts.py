@@ -50,7 +50,7 @@ def generated(model, **options):
 
 
 def test_every_host_has_a_tiny_model():
-    assert sorted(TINY) == HOSTS
+    assert sorted(TINY) == NAMES
 
 
 @each_host
@@ -262,7 +262,7 @@ for folder in sys.argv[1:]:
 def test_a_fresh_process_restores_hosts_or_refuses_them(tmp_path):
     folders = []
     restored = []
-    for name in HOSTS:
+    for name in NAMES:
         sparse = sparse_host(name)
         folders.append(str(tmp_path / name))
         sparse.save_pretrained(folders[-1])
@@ -273,6 +273,6 @@ def test_a_fresh_process_restores_hosts_or_refuses_them(tmp_path):
     command = [sys.executable, "-c", IN_A_FRESH_PROCESS, *folders]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = ended.stdout.splitlines()
-    for name, refusal in zip(HOSTS, lines, strict=False):
+    for name, refusal in zip(NAMES, lines, strict=False):
         assert f"`sparse_{name}`" in refusal and "does not recognize" in refusal
-    assert lines[len(HOSTS) :] == restored
+    assert lines[len(NAMES) :] == restored
