@@ -17,6 +17,7 @@ from moe.files import write_text
 from moe.hosts.all_hosts import count_parameters
 from moe.hosts.model import SparseHost
 from moe.inspection.tables import format_table
+from moe.models.adapter_files import find_base
 from moe.models.card import host_card, model_card, write_card
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import find_weight_files
@@ -201,7 +202,7 @@ def _routing_row(change: Mapping[str, Any]) -> list[str]:
 def _sizes(source: Path | str, folder: Path) -> list[tuple[str, int, int]]:
     """Returns parameters and bytes of weights of two models."""
     sizes = []
-    for model in (source, folder):
+    for model in (find_base(source) or source, folder):
         num_bytes = sum(path.stat().st_size for path in find_weight_files(model))
         sizes.append((*count_parameters(model), num_bytes))
     names = ("parameters", "parameters that a token uses", "bytes of weights")

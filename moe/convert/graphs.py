@@ -23,6 +23,7 @@ from moe.errors import ConfigError
 from moe.kernels.hidden_units import hidden_units
 from moe.models.blocks import Block
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.adapters import unwrapped
 from moe.sparse.layer import SparseFeedForward, group_inputs, real_tokens
 
 OPSET = 20
@@ -85,7 +86,8 @@ class ExportedLayer(nn.Module):
         """Returns the output <float>[B, L, D] of tokens <float>[B, L, D]; see the layer."""
         inputs = group_inputs(x, token_mask, token_ids, word_embeddings, 1)
         scores = self.layer.router(inputs)
-        weights = self.layer.experts.product_weights()
+        experts = unwrapped(self.layer.experts)
+        weights = experts.product_weights()
         if self.is_node:
             return self._node(x, scores.logits, weights.first, weights.down), None
 
@@ -99,7 +101,7 @@ class ExportedLayer(nn.Module):
         for index in range(config.num_experts):
             bias = None if weights.bias is None else weights.bias[index]
             product = F.linear(x, weights.first[index])  # [B, L, 2F or F]
-            hidden = hidden_units(product, bias, self.layer.experts.form(), dim=-1)  # [B, L, F]
+            hidden = hidden_units(product, bias, experts.form(), dim=-1)  # [B, L, F]
             y = y + combine[..., index, None] * F.linear(hidden, weights.down[index])
         return y, None
 
@@ -226,6 +228,9 @@ def build_graphs(model: STMoEForConditionalGeneration, *, nodes: bool) -> list[G
     """
     model = copy.deepcopy(model).requires_grad_(False)
     model.set_attn_implementation("eager")
+    for module in model.modules():  # the graphs have no adapters: PEFT adds them to the weights
+        if not getattr(module, "disable_adapters", True):
+            module.merge()  # pyright: ignore[reportCallIssue]
     for stack in (model.model.encoder.stack, model.model.decoder):
         for block in stack.blocks:
             assert isinstance(block, Block)

@@ -153,8 +153,7 @@ def _fused_experts_backward(
 
     # The weight of an unused row has the gradient 0.
     if gradients[1] is not None:
-        num_unused = row_weight.numel() - rows.weight.numel()
-        gradients[1] = F.pad(gradients[1], (0, num_unused))
+        gradients[1] = F.pad(gradients[1], (0, row_weight.numel() - rows.weight.numel()))
 
     # An operation returns tensors only: as many as there are inputs with gradients.
     results = []

@@ -282,12 +282,10 @@ def run_backward(
     # One tensor for each gradient that is needed.
     d_rows = tokens.new_empty(num_rows if needs_tokens else 0, tokens.shape[1])  # dx  [N, D]
     d_weight = torch.empty_like(rows.weight) if needs_weight else None
-    d_stacked: list[_WeightGradient | None] = []
-    for weight, is_needed in zip(weights.tensors(), needs_stacked, strict=True):
-        if weight is None or not is_needed:
-            d_stacked.append(None)
-        else:
-            d_stacked.append(_WeightGradient(weight, num_rows))
+    d_stacked: list[_WeightGradient | None] = [None] * len(needs_stacked)
+    for index, weight in enumerate(weights.tensors()):
+        if weight is not None and needs_stacked[index]:
+            d_stacked[index] = _WeightGradient(weight, num_rows)
     d_first, d_down, d_bias, d_first_a, d_first_b, _, d_down_a, d_down_b, _ = d_stacked
 
     def run_adapter(

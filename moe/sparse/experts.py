@@ -124,11 +124,9 @@ class Experts(nn.Module):
         # One form of the products for each form of dispatch.
         if isinstance(inputs, UngatheredRows):
             weights, late = remote_weights or (self.product_weights(adapters, fused=True), None)
-            return (
-                self.run_gathered(inputs, weights, rate)
-                if rate
-                else self.run_fused(inputs, weights, late)
-            )
+            if rate:
+                return self.run_gathered(inputs, weights, rate)
+            return self.run_fused(inputs, weights, late)
         if isinstance(inputs, SortedRows):
             # In training, quantized experts are unpacked one at a time.
             unpacks_later = is_quantized(self.down_proj) and torch.is_grad_enabled()

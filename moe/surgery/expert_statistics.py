@@ -175,7 +175,7 @@ def choice_output(
 def _no_tokens(layer: SparseFeedForward) -> ExpertStatistics:
     """Returns the sums over no tokens."""
     E = layer.config.num_experts
-    device = layer.experts.down_proj.device
+    device = unwrapped(layer.experts).down_proj.device
     counts = torch.zeros(E, dtype=torch.int64, device=device)
     sums = torch.zeros(E, dtype=torch.float64, device=device)
     return ExpertStatistics(

@@ -206,6 +206,37 @@ def test_an_answer_is_that_of_the_merged_model(runs, inputs, tmp_path, capsys):
     assert answers[0].count("\n") == 9
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("prune", "--keep", 3, "--pairs", "pairs"),
+        ("quantize", "--bits", 8),
+        ("upcycle", "--experts", 8),
+    ],
+)
+def test_surgery_reads_the_merged_model(runs, inputs, tmp_path, verb):
+    name, *options = [inputs["pairs"] if word == "pairs" else word for word in verb]
+    stmoe.main(["convert", "--from", str(runs["floats"] / "model"), "--to", str(tmp_path / "m")])
+    for source, target in ((runs["floats"] / "model", "adapted"), (tmp_path / "m", "merged")):
+        argv = [name, "--from", source, "--to", tmp_path / target, *options]
+        stmoe.main([str(word) for word in argv])
+    adapted, merged = (load(tmp_path / folder) for folder in ("adapted", "merged"))
+    torch.testing.assert_close(logits(adapted), logits(merged), rtol=0, atol=1e-4)
+
+
+def test_an_exported_graph_contains_the_adapters(runs, tmp_path):
+    argv = ["export", "--model", runs["floats"] / "model", "--to", tmp_path / "graphs"]
+    stmoe.main([str(word) for word in [*argv, "--format", "torch"]])
+    graph = torch.export.load(tmp_path / "graphs" / "encoder_model.pt2").module()
+    batch = {name: tiny_batch(seed=5)[name] for name in ("input_ids", "attention_mask")}
+    model = load(runs["floats"] / "model")
+    with torch.no_grad():
+        expected = model.get_encoder()(**batch).last_hidden_state
+        mask = batch["attention_mask"].bool()
+        torch.testing.assert_close(graph(**batch)[0][mask], expected[mask], rtol=1e-4, atol=1e-4)
+    assert any(".lora_" in name for name, _ in model.named_parameters())
+
+
 @pytest.mark.slow
 def test_two_ranks_train_score_and_save_as_one_process_does(inputs, tmp_path):
     rows = ["--data.pack", "true", "--data.inputs_length", 16, "--data.targets_length", 8]
