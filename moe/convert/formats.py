@@ -141,7 +141,7 @@ def _read_merged(weight: LazyTensor, layer: Any, name: str) -> Tensor:
     # PEFT multiplies on the device of the weight called `name`: here a number that is repeated.
     repeated = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
     setattr(layer.get_base_layer(), name, nn.Parameter(repeated, requires_grad=False))
-    return weight.read() + layer.get_delta_weight("default")
+    return weight.read() + layer.get_delta_weight("default").detach()
 
 
 # ---------------------------------------------------------------------------

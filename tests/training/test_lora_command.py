@@ -20,6 +20,7 @@ from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
 from moe.checkpoint.index import read_shapes
 from moe.checkpoint.loading import load_model
 from moe.commands import distill, finetune
+from moe.convert.formats import open_checkpoint
 from moe.data.tokenizer import train_tokenizer
 from moe.kernels.quantized_weight import QuantizedWeight
 from moe.training.build import build_model
@@ -222,6 +223,11 @@ def test_surgery_reads_the_merged_model(runs, inputs, tmp_path, verb):
         stmoe.main([str(word) for word in argv])
     adapted, merged = (load(tmp_path / folder) for folder in ("adapted", "merged"))
     torch.testing.assert_close(logits(adapted), logits(merged), rtol=0, atol=1e-4)
+
+
+def test_merged_weights_have_no_graph_of_gradients(runs):
+    weights = open_checkpoint(runs["floats"] / "model").weights
+    assert not any(weight.read().requires_grad for weight in weights.values())
 
 
 def test_an_exported_graph_contains_the_adapters(runs, tmp_path):
