@@ -22,28 +22,28 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 30331,
+    "moe": 30332,
     "moe/checkpoint": 1009,
-    "moe/commands": 2410,
-    "moe/convert": 1361,
+    "moe/commands": 2411,
+    "moe/convert": 1366,
     "moe/data": 2161,
     "moe/distributed": 1351,
     "moe/hosts": 653,
     "moe/inspection": 2215,
-    "moe/kernels": 1476,
+    "moe/kernels": 1473,
     "moe/models": 3355,
     "moe/network": 3498,
     "moe/optim": 1007,
     "moe/planning": 912,
     "moe/serving": 1653,
-    "moe/sparse": 2120,
+    "moe/sparse": 2118,
     "moe/surgery": 938,
     "moe/tracing": 847,
     "moe/training": 2339,
     "eval": 6520,
     "scripts": 773,
-    "benchmarks": 2310,
-    "tests": 31387,
+    "benchmarks": 2311,
+    "tests": 31418,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

@@ -82,8 +82,9 @@ def measure_difference() -> Row:
         gradients = torch.autograd.grad(loss, weights)
         numbers.append(torch.cat([x.flatten() for x in (loss, *gradients)]))
 
+    keys = {"part": "difference", "setting": "float64", "way": "rank 8"}
     difference = (numbers[0] - numbers[1]).abs().max().item()
-    return {"part": "difference", "setting": "float64", "way": "rank 8", "difference": difference}
+    return {**keys, "difference": difference, "largest": numbers[0].abs().max().item()}
 
 
 def measure_layer(rounds: int, num_experts: int, dtype: str) -> list[Row]:
@@ -222,4 +223,4 @@ def build_ways(module: nn.Module, *, attention: bool = True) -> dict[str, nn.Mod
 COLUMNS = [(name, name, "") for name in ("part", "setting", "experts", "tokens", "way")]
 COLUMNS += [("CPU ms", "ms", ".1f"), ("/ full", "over_full", ".2f")]
 COLUMNS += [("/ frozen", "over_frozen", ".2f"), ("peak MB", "peak_mb", ".0f")]
-COLUMNS += [("difference", "difference", ".0e")]
+COLUMNS += [("difference", "difference", ".0e"), ("of at most", "largest", ".0f")]
