@@ -51,16 +51,13 @@ class ParamWrapper(peft_layer.ParamWrapper):
         self, base_layer: nn.Module, adapter_name: str, *, config: LoraConfig, **options: Any
     ) -> None:
         super().__init__(base_layer, adapter_name, config=_without_dropout(config), **options)
-        self._set_dropout(adapter_name, config)
+        self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout)
 
     def update_layer(
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **options: Any
     ) -> None:
         """Adds an adapter, as in PEFT."""
         super().update_layer(adapter_name, r, lora_alpha, _without_dropout(config), **options)
-        self._set_dropout(adapter_name, config)
-
-    def _set_dropout(self, adapter_name: str, config: LoraConfig) -> None:
         self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout)
 
     def forward(self, x: Any, *args: Any, **options: Any) -> Any:

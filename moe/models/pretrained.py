@@ -358,8 +358,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         refuse_links(folder, kind=MODEL)
 
         is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
-        adapters_only = getattr(self, "_hf_peft_config_loaded", False)
-        writes_weights = is_writer and not adapters_only
+        writes_weights = is_writer and not getattr(self, "_hf_peft_config_loaded", False)
 
         # If killed from here on, the folder has no checksums rather than wrong ones.
         if writes_weights:
@@ -370,6 +369,8 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             remove_replaced_weights(folder, saved_weights(folder))
             write_weight_sums(folder)
             write_card(folder, text)
+        elif is_writer and getattr(self, "hf_quantizer", None) is None:
+            self.config.save_pretrained(folder)  # a folder of adapters keeps its settings
 
     def gather_sharded_state_dict_for_save(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Returns the tensors that `save_pretrained` writes, by name."""

@@ -322,3 +322,12 @@ def test_a_student_has_weights_of_its_own(inputs, tmp_path):
     argv = ["--teacher", inputs["floats"], "--train", inputs["pairs"], "--out", tmp_path / "run"]
     with pytest.raises(ConfigError, match="parameters is 'lora'; expected a subset of weights"):
         distill.main([*map(str, argv), "--training.batch_size", "4", "--parameters", "lora"])
+
+
+def test_a_loaded_folder_of_adapters_saves_its_settings(runs, tmp_path):
+    model = load(runs["floats"] / "model")
+    model.config.layer_norm_epsilon = 1e-2
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.config.layer_norm_epsilon == 1e-2
+    assert again.config.eval_capacity_factor == model.config.eval_capacity_factor
