@@ -63,7 +63,7 @@ class Projection(nn.Linear):
 
 @contextmanager
 def plain_projections() -> Iterator[None]:
-    """Makes the projections of models that are built in this context plain `nn.Linear`s until it ends.
+    """Makes the projections of models that are built in this context plain `nn.Linear` modules until it ends.
 
     bitsandbytes replaces modules of that exact type. What it leaves becomes a Projection again.
     """
