@@ -5,6 +5,7 @@ slow ones are forked from one server.
 import gc
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.processes import fork_context
@@ -17,6 +18,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("patient")
+
+
+@pytest.fixture
+def one_thread():
+    """Has torch compute on one thread: a dispatch mode sees no other, and many make small work slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.hookimpl(tryfirst=True)

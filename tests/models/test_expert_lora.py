@@ -11,7 +11,6 @@ from einops import rearrange
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe.sparse.dispatch
 import moe.sparse.layer
@@ -24,12 +23,13 @@ from moe import (
     replace_feed_forward,
 )
 from moe.kernels.expert_rows import ExpertRows
-from moe.kernels.expert_weights import LowRank, is_quantized
+from moe.kernels.expert_weights import LowRank
 from moe.sparse.adapters import NO_ADAPTERS, Adapters, read_adapters
 from moe.sparse.dispatch import Arrived, SortedRows, UngatheredRows
 from moe.sparse.experts import Experts
 from moe.tracing.recorder import traced_batches
 from moe.training.step import learns_from_load
+from tests.largest_tensor import LargestFloats
 from tests.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -282,23 +282,6 @@ def test_the_gate_of_a_router_takes_an_adapter():
     close(merged, gate + 8 / 3 * change)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers how many numbers the largest new tensor has; views of parameters are not new."""
-
-    def __init__(self, layer):
-        super().__init__()
-        plain = [p for p in layer.parameters() if not is_quantized(p)]
-        self.known = {p.untyped_storage().data_ptr() for p in plain}
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        is_float = type(result) is torch.Tensor and result.is_floating_point()
-        if is_float and result.untyped_storage().data_ptr() not in self.known:
-            self.numel = max(self.numel, result.numel())
-        return result
-
-
 def adapted_layer(dispatch="ragged", rank=3, **fields):
     """Returns a layer of many experts with adapters, whose weights are larger than all else."""
     torch.manual_seed(0)
@@ -311,14 +294,6 @@ def adapted_layer(dispatch="ragged", rank=3, **fields):
     return layer["sparse"]
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a dispatch mode sees this thread only
-    yield
-    torch.set_num_threads(threads)
-
-
 QUANTIZED = {"bits": 4, "group_size": 32}
 
 
@@ -329,14 +304,14 @@ def test_no_tensor_of_a_step_is_as_large_as_the_stack(form, one_thread, monkeypa
     fields = {"expert_quantization": QUANTIZED} if form.startswith("quantized") else {}
     layer = adapted_layer("static" if form == "slots" else "ragged", **fields).train()
     x = torch.randn(2, 8, 64, requires_grad=True)
-    with LargestTensor(layer) as largest:
+    with LargestFloats(layer.parameters()) as largest:
         layer(x)[0].square().sum().backward()
     assert layer.experts.lora_A["default"].weight.grad.abs().max() > 0
     assert 0 < largest.numel < 23 * 64 * 128
 
     # PEFT's own forward pass has one, which this test would see.
     plain_peft()
-    with LargestTensor(layer) as largest:
+    with LargestFloats(layer.parameters()) as largest:
         layer(x)
     assert largest.numel >= 23 * 64 * 128
 

@@ -128,7 +128,7 @@ def test_a_quantised_model_saves_and_loads_the_same(tmp_path):
 
 
 class ReplacedLinear(nn.Linear):
-    """Stands for bitsandbytes' linear layers: made by the same call, and of its input's dtype."""
+    """Has the constructor of bitsandbytes' linear layers, and returns the dtype of its input."""
 
     def __init__(self, d_in, d_out, bias, has_fp16_weights, threshold):
         super().__init__(d_in, d_out, bias)

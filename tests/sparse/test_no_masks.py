@@ -23,14 +23,6 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the mode sees this thread only
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
 @pytest.mark.parametrize("router", load_routers().names())
 def test_nothing_is_larger_than_the_logits_and_the_rows(router, dispatch, one_thread):

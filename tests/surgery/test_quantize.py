@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import (
     CheckpointError,
@@ -30,6 +29,7 @@ from moe.kernels.quantized_weight import Quantization, QuantizedWeight, quantize
 from moe.models import select_parameters
 from moe.models.parallelize import model_layouts
 from moe.surgery.quantize import quantize_checkpoint
+from tests.largest_tensor import LargestFloats
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 E, D, F = 7, 32, 64
@@ -188,19 +188,6 @@ def test_saving_what_was_loaded_writes_the_same_file(quantization, folder, tmp_p
         model.config.expert_quantization
         == json.loads((tmp_path / "config.json").read_text())["expert_quantization"]
     )
-
-
-class LargestFloats(TorchDispatchMode):
-    """Records the largest float tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        is_plain = type(result) is torch.Tensor and result.device.type == "cpu"
-        if is_plain and result.is_floating_point():
-            self.numel = max(self.numel, result.numel())
-        return result
 
 
 def test_loading_makes_no_float_copy_of_experts(folder):
