@@ -79,7 +79,7 @@ def _fused_experts(
     """Returns the combined outputs <float>[T, D], and the fields of `RowValues`."""
     combined, values = run_forward(
         tokens,
-        used_rows(_expert_rows(row_indices, row_weight)),
+        _rows_of_experts(row_indices, row_weight),
         _stacked_weights(weights),
         ExpertForm(activation, gated, bias_kind, dropout_rate),
         keep_products=keep_products,
@@ -140,7 +140,7 @@ def _fused_experts_backward(
     needed: list[bool],
 ) -> list[Tensor]:
     """Returns the gradients of tokens, row weights and weights; empty ones that are not needed."""
-    rows = used_rows(_expert_rows(row_indices, row_weight))
+    rows = _rows_of_experts(row_indices, row_weight)
     inputs = BackwardInputs(
         d_output,
         tokens,
@@ -222,10 +222,10 @@ _fused_experts.register_autograd(_backward, setup_context=_save_for_backward)
 # ---- shared ----
 
 
-def _expert_rows(row_indices: list[Tensor], weight: Tensor) -> ExpertRows:
-    """Returns the rows of counts, tokens, order and starts, and their weights."""
+def _rows_of_experts(row_indices: list[Tensor], weight: Tensor) -> ExpertRows:
+    """Returns the rows that experts read, of counts, tokens, order and starts of all, and their weights."""
     counts, token, by_token, token_start = row_indices
-    return ExpertRows(counts, token, weight, by_token, token_start)
+    return used_rows(ExpertRows(counts, token, weight, by_token, token_start))
 
 
 def _stacked_weights(weights: list[Tensor]) -> ExpertWeights:

@@ -1,7 +1,5 @@
 """Which parameters fine-tuning trains: the paper's subsets."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 
