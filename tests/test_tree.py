@@ -22,7 +22,7 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 30331,
+    "moe": 30330,
     "moe/checkpoint": 1009,
     "moe/commands": 2411,
     "moe/convert": 1366,
@@ -31,7 +31,7 @@ CODE_LINES = {
     "moe/hosts": 653,
     "moe/inspection": 2215,
     "moe/kernels": 1473,
-    "moe/models": 3354,
+    "moe/models": 3353,
     "moe/network": 3498,
     "moe/optim": 1007,
     "moe/planning": 912,
@@ -43,7 +43,7 @@ CODE_LINES = {
     "eval": 6520,
     "scripts": 773,
     "benchmarks": 2311,
-    "tests": 31425,
+    "tests": 31416,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 
