@@ -169,7 +169,7 @@ def build_config(
         eval_capacity_factor=capacity_factor,
         group_size=case.tokens,
         gated=case.gated,
-        activation="gelu" if case.gated else "relu",
+        activation="gelu_pytorch_tanh" if case.gated else "relu",
         dispatch=dispatch,
         router_options={"second_expert_policy": "all", "eval_second_expert_policy": "all"},
     )

@@ -61,6 +61,7 @@ class ExportedLayer(nn.Module):
             and not config.gated
             and config.activation == "relu"
             and config.expert_bias == "none"
+            and not config.product_bias
         )
         if layer.router.experts_choose:
             raise ConfigError(
@@ -99,10 +100,11 @@ class ExportedLayer(nn.Module):
 
         y = torch.zeros_like(x)
         for index in range(config.num_experts):
-            bias = None if weights.bias is None else weights.bias[index]
-            product = F.linear(x, weights.first[index])  # [B, L, 2F or F]
+            expert: list[Any] = [None if stack is None else stack[index] for stack in weights[:5]]
+            first, down, bias, first_bias, down_bias = expert
+            product = F.linear(x, first, first_bias)  # [B, L, 2F or F]
             hidden = hidden_units(product, bias, experts.form(), dim=-1)  # [B, L, F]
-            y = y + combine[..., index, None] * F.linear(hidden, weights.down[index])
+            y = y + combine[..., index, None] * F.linear(hidden, down, down_bias)
         return y, None
 
     def _node(self, x: Tensor, logits: Tensor, first: Tensor, down: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from moe.checks import check_choice
 from moe.sparse.config import Activation
 
-_ACTIVATIONS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu", "relu": "relu"}
-"""Transformers' names of the activations that experts have."""
+_OTHER_NAMES = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
+"""Further names that transformers has for activations of experts."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,12 @@ class Host:
         """
         stack = self.stack_config(config, decoder=decoder)
         activation = getattr(stack, self.activation)
-        check_choice(self.activation, activation, tuple(_ACTIVATIONS))
+        activation = _OTHER_NAMES.get(activation, activation)
+        check_choice(self.activation, activation, get_args(Activation))
         return {
             "d_model": getattr(stack, self.d_model),
             "d_ff": getattr(stack, self.d_ff),
-            "activation": _ACTIVATIONS[activation],
+            "activation": activation,
             "gated": len(self.first) == 2,
             "decoder": decoder,
             "expert_dropout_rate": float(getattr(stack, self.dropout_rate)),

@@ -111,7 +111,7 @@ def _fake_forward(
     d_ff = down.shape[2]
     num_rows = row_weight.shape[0]
     num_saved = num_rows if keep_products else 0
-    num_gates = num_saved if activation == "gelu" else 0
+    num_gates = num_saved if activation != "relu" else 0
     num_dropped = num_rows if dropout_rate else 0
     return (
         tokens.new_empty(tokens.shape),

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe.kernels.cpu_matmul import expert_weight_gradient, multiply, prepares_for_row_counts
@@ -26,7 +25,7 @@ from moe.kernels.expert_pieces import Piece, run_pieces, split_rows
 from moe.kernels.expert_rows import ExpertRows, round_up_rows, sum_by_token
 from moe.kernels.expert_weights import ExpertWeights, LowRank, expert_weight
 from moe.kernels.first_order import first_order_only
-from moe.kernels.hidden_units import ExpertForm
+from moe.kernels.hidden_units import GELU_FORMS, ExpertForm, activate
 from moe.kernels.host_memory import empty_in_few_pages
 from moe.kernels.late_gradients import LateGradients
 from moe.kernels.quantized_weight import QuantizedWeight
@@ -47,7 +46,7 @@ class RowValues(NamedTuple):
 
     Attributes:
         products: <float>[N, 2F or F] z, what the first product returned.
-        gates: <float>[N, F] act(z'), where the activation is GELU.
+        gates: <float>[N, F] act(z'), unless the activation is ReLU.
         kept_units: <bool>[N, F] hidden units that dropout kept.
         outputs: <float>[N, D] o, what the second product returned.
     """
@@ -185,7 +184,7 @@ def run_forward(
         o_n = W2_e h_n                    second product
         y_t = sum over its rows of w_n o_n
 
-    Adapters add B_e (s * A_e x_t) to z_n and B'_e (s' * A'_e h_n) to o_n.
+    Adapters add B_e (s * A_e x_t) to z_n and B'_e (s' * A'_e h_n) to o_n, and biases b1_e and b2_e.
 
     Args:
         tokens: <float>[T, D].
@@ -196,7 +195,7 @@ def run_forward(
         seed: Of dropout.
         num_buffered: Number of kept rows, if it must not depend on the tokens; None for N.
     """
-    first, down, bias, first_adapter, down_adapter = weights
+    first, down, bias, first_bias, down_bias, first_adapter, down_adapter = weights
     counts = rows.counts.tolist()
     num_rows = rows.token.numel()
     num_kept = num_rows if num_buffered is None else num_buffered
@@ -205,7 +204,7 @@ def run_forward(
     hidden_layer = _HiddenLayer(form)
 
     # Inputs of the backward pass; tensors without rows are not needed.
-    num_gates = num_saved if hidden_layer.is_gelu else 0
+    num_gates = 0 if hidden_layer.is_relu else num_saved
     products = tokens.new_empty(num_saved, first.shape[1])  # z  [N, 2F or F]
     gates = tokens.new_empty(num_gates, down.shape[2])  # act(z')  [N, F]
     kept_units = torch.empty(num_dropped, down.shape[2], dtype=torch.bool)  # [N, F]
@@ -223,10 +222,12 @@ def run_forward(
         x = tokens.index_select(0, rows.token[here])  # [n, D]
         product = products[here] if keep_products else None
         product = _expert_product(x, first, piece.expert, product)  # [n, 2F or F]
+        _add_bias(product, first_bias, piece.expert)
         _add_adapter(product, x, first_adapter, piece.expert)
         gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
         hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
         output = _expert_product(hidden.output, down, piece.expert, outputs[here])  # [n, D]
+        _add_bias(output, down_bias, piece.expert)
         _add_adapter(output, hidden.output, down_adapter, piece.expert)
 
     pieces = [piece for piece in split_rows(counts, _rows_per_piece(tokens)) if piece.num_rows]
@@ -247,6 +248,12 @@ def _expert_product(x: Tensor, stacked: Tensor, expert: int, out: Tensor | None)
         if product is not None:
             return product if out is None else out.copy_(product)
     return multiply(x, expert_weight(stacked, expert, x), out=out)
+
+
+def _add_bias(product: Tensor, bias: Tensor | None, expert: int) -> None:
+    """Adds an expert's bias of <float>[E, O] to a product <float>[n, O], if there is one."""
+    if bias is not None:
+        product += bias[expert]
 
 
 def _add_adapter(product: Tensor, x: Tensor, adapter: LowRank | None, expert: int) -> None:
@@ -273,7 +280,7 @@ def run_backward(
     """
     d_output, tokens, rows, weights, form, values = inputs
     products, gates, kept_units, outputs = values
-    first, down, bias, first_adapter, down_adapter = weights
+    first, down, bias, _, _, first_adapter, down_adapter = weights
     needs_tokens, needs_weight, *needs_stacked = needed
     hidden_layer = _HiddenLayer(form)
     num_rows = rows.token.numel()
@@ -286,7 +293,8 @@ def run_backward(
     for index, weight in enumerate(weights.tensors()):
         if weight is not None and needs_stacked[index]:
             d_stacked[index] = _WeightGradient(weight, num_rows)
-    d_first, d_down, d_bias, d_first_a, d_first_b, _, d_down_a, d_down_b, _ = d_stacked
+    d_first, d_down, d_bias, d_first_bias, d_down_bias, *d_factors = d_stacked
+    d_first_a, d_first_b, _, d_down_a, d_down_b, _ = d_factors
 
     def run_adapter(
         piece: Piece,
@@ -318,6 +326,8 @@ def run_backward(
         if d_weight is not None:
             d_weight[here] = torch.linalg.vecdot(d_row, outputs[here])
         d_row *= row_weight[here]
+        if d_down_bias is not None:
+            torch.sum(d_row, dim=0, out=d_down_bias.piece_sum(piece))
 
         # dW2 = do^T h, with h computed again from the kept products, and dh = do W2.
         gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
@@ -333,7 +343,8 @@ def run_backward(
         d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
         d_plain = hidden_layer.d_plain(d_hidden, hidden, expert_bias, kept, d_bias_sum)
         d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
-
+        if d_first_bias is not None:
+            torch.sum(d_product, dim=0, out=d_first_bias.piece_sum(piece))
         if d_products is not None:
             d_products[here] = d_product
 
@@ -423,13 +434,14 @@ class _Hidden(NamedTuple):
 class _HiddenLayer:
     """Element-wise operations between the two products, forwards and backwards.
 
-    A ReLU is computed in place on the first product, since its gradient needs only the result.
-    GELU's gradient needs its input, and to do it again would cost more than to keep its result.
+    A ReLU is computed in place on the first product, since its gradient needs only the result. Other
+    gradients need the input, and to do GELU again would cost more than to keep its result.
     """
 
     def __init__(self, form: ExpertForm) -> None:
         self.is_gated = form.gated
-        self.is_gelu = form.activation == "gelu"
+        self.activation = form.activation
+        self.is_relu = form.activation == "relu"
         self.multiplies_bias = form.bias_kind == "multiplicative"
         self.keep_scale = 1 / (1 - form.dropout_rate)
 
@@ -438,13 +450,15 @@ class _HiddenLayer:
         return product.chunk(2, dim=-1)[0] if self.is_gated else product
 
     def activate(self, product: Tensor, out: Tensor | None) -> Tensor:
-        """Returns act(z') <float>[n, F] of z <float>[n, 2F or F]; GELU may fill `out`."""
+        """Returns act(z') <float>[n, F] of z <float>[n, 2F or F]; all but ReLU may fill `out`."""
         gate = self.gate_half(product)
-        if not self.is_gelu:
+        if self.is_relu:
             return gate.relu_()
         if out is None:
-            return F.gelu(gate, approximate="tanh")
-        return torch.ops.aten.gelu.out(gate, approximate="tanh", out=out)
+            return activate(gate, self.activation)
+        if self.activation == "silu":
+            return torch.ops.aten.silu.out(gate, out=out)
+        return torch.ops.aten.gelu.out(gate, approximate=GELU_FORMS[self.activation], out=out)
 
     def hidden(self, product: Tensor, gate: Tensor, bias: Tensor | None, kept: Tensor) -> _Hidden:
         """Returns p and h of z <float>[n, 2F or F] and act(z') <float>[n, F].
@@ -501,11 +515,15 @@ class _HiddenLayer:
         return d_product
 
     def _d_activation(self, d_activated: Tensor, gate: Tensor, out: Tensor) -> Tensor:
-        if self.is_gelu:
-            return torch.ops.aten.gelu_backward.grad_input(
-                d_activated, gate, approximate="tanh", grad_input=out
+        if self.is_relu:
+            return torch.ops.aten.threshold_backward.grad_input(
+                d_activated, gate, 0, grad_input=out
             )
-        return torch.ops.aten.threshold_backward.grad_input(d_activated, gate, 0, grad_input=out)
+        if self.activation == "silu":
+            return torch.ops.aten.silu_backward.grad_input(d_activated, gate, grad_input=out)
+        return torch.ops.aten.gelu_backward.grad_input(
+            d_activated, gate, approximate=GELU_FORMS[self.activation], grad_input=out
+        )
 
 
 # ---- gradients of stacked weights ----

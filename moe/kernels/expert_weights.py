@@ -27,6 +27,8 @@ class ExpertWeights(NamedTuple):
         first: <float>[E, 2F or F, D] of the first product, gate above up.
         down: <float>[E, D, F] of the second.
         bias: <float>[E, F] of the hidden units; None for none.
+        first_bias: <float>[E, 2F or F] b1, added to the first product; None for none.
+        down_bias: <float>[E, D] b2, added to the second; None for none.
         first_adapter: Of the first product; None for none.
         down_adapter: Of the second product; None for none.
     """
@@ -34,22 +36,24 @@ class ExpertWeights(NamedTuple):
     first: Tensor
     down: Tensor
     bias: Tensor | None
+    first_bias: Tensor | None = None
+    down_bias: Tensor | None = None
     first_adapter: LowRank | None = None
     down_adapter: LowRank | None = None
 
     def tensors(self) -> list[Tensor | None]:
-        """Returns the nine tensors for an operation of torch, None for absent ones."""
+        """Returns the eleven tensors for an operation of torch, None for absent ones."""
         absent = (None, None, None)
         factors = [*(self.first_adapter or absent), *(self.down_adapter or absent)]
-        return [self.first, self.down, self.bias, *factors]
+        return [*self[:5], *factors]
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> "ExpertWeights":
         """Returns the weights of the result of `tensors`."""
-        first, down, bias, *factors = tensors
-        first_adapter = None if factors[0] is None else LowRank(*factors[:3])
-        down_adapter = None if factors[3] is None else LowRank(*factors[3:])
-        return cls(first, down, bias, first_adapter, down_adapter)
+        *weights, a, b, scale, down_a, down_b, down_scale = tensors
+        first_adapter = None if a is None else LowRank(a, b, scale)
+        down_adapter = None if down_a is None else LowRank(down_a, down_b, down_scale)
+        return cls(*weights, first_adapter, down_adapter)
 
 
 def is_quantized(weight: Tensor) -> bool:

@@ -16,7 +16,7 @@ class ExpertForm(NamedTuple):
     """Computation of an expert between its two products.
 
     Attributes:
-        activation: `gelu` (the tanh approximation) or `relu`.
+        activation: Name of transformers; see `activate`.
         gated: Whether the first product holds a gate above what it is multiplied with.
         bias_kind: `none`, `additive` or `multiplicative`: what the bias does to the hidden units.
         dropout_rate: Share of the hidden units that is set to zero; 0 outside training.
@@ -26,6 +26,17 @@ class ExpertForm(NamedTuple):
     gated: bool
     bias_kind: str
     dropout_rate: float
+
+
+GELU_FORMS = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
+"""The GELUs by name, with torch's name of their approximation."""
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Returns the activation of <float>[...]: `gelu_pytorch_tanh`, `gelu` (exact), `silu` or `relu`."""
+    if activation in GELU_FORMS:
+        return F.gelu(x, approximate=GELU_FORMS[activation])
+    return F.silu(x) if activation == "silu" else F.relu(x)
 
 
 def hidden_units(product: Tensor, bias: Tensor | None, form: ExpertForm, dim: int = -1) -> Tensor:
@@ -46,8 +57,7 @@ def hidden_units(product: Tensor, bias: Tensor | None, form: ExpertForm, dim: in
     if form.gated:
         gate, up = product.chunk(2, dim=dim)
 
-    is_gelu = form.activation == "gelu"
-    hidden = F.gelu(gate, approximate="tanh") if is_gelu else F.relu(gate)
+    hidden = activate(gate, form.activation)
     if up is not None:
         hidden = hidden * up
 
@@ -70,12 +80,23 @@ def hidden_rows(product: Tensor, bias: Tensor | None, counts: Tensor, form: Expe
     Returns:
         <float>[N, F].
     """
-    # A bias belongs to an expert: each of its rows gets a copy. Rows after those of all experts get
-    # a row of zeros, whose gradient is undefined.
     if bias is not None:
-        bias = F.pad(bias, (0, 0, 0, 1))  # [E + 1, F]
-        bias = bias.index_select(0, expert_of_rows(counts, product.shape[0]))  # [N, F]
+        bias = bias_of_rows(bias, counts, product.shape[0])  # [N, F]
     return hidden_units(product, bias, form)
+
+
+def add_bias(product: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Returns a product <float>[N, O] of rows sorted by expert, plus their experts' bias <float>[E, O]."""
+    return product if bias is None else product + bias_of_rows(bias, counts, product.shape[0])
+
+
+def bias_of_rows(bias: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """Returns a copy of its expert's bias <float>[E, O] for each row: <float>[num_rows, O].
+
+    Rows after those of all experts get a row of zeros, whose gradient is undefined.
+    """
+    bias = F.pad(bias, (0, 0, 0, 1))  # [E + 1, O]
+    return bias.index_select(0, expert_of_rows(counts, num_rows))
 
 
 def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:

@@ -450,8 +450,9 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             "num_experts": self.layer_experts(decoder=decoder)[layer],
             "d_ff": self.expert_d_ff or self.d_ff,
             "decoder": decoder,
-            "activation": "gelu" if gated else "relu",
+            "activation": "gelu_pytorch_tanh" if gated else "relu",
             "gated": gated,
+            "product_bias": False,
             "expert_dropout_rate": expert_dropout_rate,
         }
 

@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import nn
 
-EXPERT_STACKS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj", "experts.bias")
+_PROJECTIONS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
+
+EXPERT_STACKS = (*_PROJECTIONS, *[f"{name}_bias" for name in _PROJECTIONS], "experts.bias")
 """Endings of the names of parameters whose first dimension counts experts."""
 
 WEIGHT = "weights"

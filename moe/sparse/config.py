@@ -12,7 +12,7 @@ from moe.checks import check, check_field_types, check_integer, check_number, is
 from moe.errors import ConfigError
 from moe.sparse.router_options import ROUTERS, check_router, option_names
 
-Activation = Literal["gelu", "relu"]
+Activation = Literal["gelu_pytorch_tanh", "gelu", "relu", "silu"]
 ExpertBias = Literal["none", "additive", "multiplicative"]
 RouterInput = Literal["hidden", "concat", "concat_stop_gradient", "add", "add_stop_gradient"]
 BalanceScope = Literal["group", "micro_batch", "ranks", "global"]
@@ -161,8 +161,10 @@ class SparseConfig:
         dispatch: `ragged` moves exactly the accepted rows; `static` has fixed slots for each
             expert, so that shapes never change and the host never waits for the device: for
             compiled graphs and equal-sized exchanges.
-        activation: Non-linearity of the experts; `gelu` is the tanh approximation.
-        gated: Whether an expert is a gated linear unit (GEGLU with `gelu`).
+        activation: Non-linearity of the experts, by its name in transformers: `gelu_pytorch_tanh`
+            (the paper's), `gelu` (exact), `silu` or `relu`.
+        gated: Whether an expert is a gated linear unit (GEGLU with a GELU, SwiGLU with `silu`).
+        product_bias: Whether both products of an expert have a bias: W2 act(W1 x + b1) + b2.
         expert_bias: A vector [F] for each expert on its hidden activation; the paper gains by
             `multiplicative`.
         expert_dropout_rate: Dropout on the hidden activation of the experts.
@@ -194,8 +196,9 @@ class SparseConfig:
     group_size: int = 4096
     balance_scope: BalanceScope = "group"
     dispatch: Dispatch = "ragged"
-    activation: Activation = "gelu"
+    activation: Activation = "gelu_pytorch_tanh"
     gated: bool = True
+    product_bias: bool = False
     expert_bias: ExpertBias = "none"
     expert_dropout_rate: float = 0.0
     initializer_scale: float = 0.1

@@ -24,7 +24,7 @@ from moe.kernels.expert_weights import (
     is_quantized,
 )
 from moe.kernels.grouped_matmul import grouped_linear, grouped_low_rank
-from moe.kernels.hidden_units import ExpertForm, hidden_rows, hidden_units
+from moe.kernels.hidden_units import ExpertForm, add_bias, hidden_rows, hidden_units
 from moe.kernels.late_gradients import LateGradients, pass_weights
 from moe.kernels.quantized_weight import FIXED, Quantization, quantize
 from moe.kernels.torch_private import autocast_disabled, is_shape_only
@@ -42,11 +42,12 @@ PROJECTIONS = {"gate_up_proj", "up_proj", "down_proj"}
 class Experts(nn.Module):
     """E independent feed-forward networks, GEGLU or plain.
 
-    The products have no bias; the hidden units may have one, added to them or multiplied with them.
+    The hidden units may have a bias, added to them or multiplied with them, and so may both products.
 
     Parameters are `gate_up_proj` [E, 2F, D] (gate above up) or, when not gated, `up_proj` [E, F,
-    D]; `down_proj` [E, D, F]; and `bias` [E, F] when there is an expert bias. With
-    `expert_quantization` those of the products are QuantizedWeights.
+    D]; `down_proj` [E, D, F]; `bias` [E, F] when there is an expert bias; and, with `product_bias`,
+    `gate_up_proj_bias` [E, 2F] or `up_proj_bias` [E, F], and `down_proj_bias` [E, D]. With
+    `expert_quantization` the weights of the products are QuantizedWeights.
 
     Source:
         ST-MoE (arXiv:2202.08906) §3.1 and appendix C: [(GELU(x W11) * x W12) + B] W2. Differs: no.
@@ -69,6 +70,10 @@ class Experts(nn.Module):
         self.bias = None
         if config.expert_bias != "none":
             self.bias = nn.Parameter(torch.empty(E, F_))
+        if config.product_bias:
+            for name in sorted(PROJECTIONS & self._parameters.keys()):
+                bias = nn.Parameter(torch.empty(self.get_parameter(name).shape[:2]))
+                self.register_parameter(f"{name}_bias", bias)
         self.reset_parameters()
         if config.expert_quantization is not None:
             self._quantize(Quantization(**config.expert_quantization))
@@ -100,6 +105,9 @@ class Experts(nn.Module):
         if self.bias is not None:
             is_factor = self.config.expert_bias == "multiplicative"
             nn.init.constant_(self.bias, 1.0 if is_factor else 0.0)
+        for bias in self.product_biases():
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, in_flight: InFlight, adapters: Adapters = NO_ADAPTERS) -> Tensor:
         """Returns the outputs of the experts, in the form of their inputs.
@@ -185,17 +193,18 @@ class Experts(nn.Module):
         Returns:
             <float>[N, D].
         """
-        first, down, bias, first_adapter, down_adapter = weights
+        first, down, bias, first_bias, down_bias, first_adapter, down_adapter = weights
 
         # Inputs and weights have the dtypes of the products already.
         with autocast_disabled(x.device.type):
             product = grouped_linear(x, first, counts).to(down.dtype)  # [N, 2F or F]
+            product = add_bias(product, first_bias, counts)
             if first_adapter is not None:
                 x = dropout(x, adapter_dropout)
                 product = product + grouped_low_rank(x, first_adapter, counts).to(down.dtype)
 
             hidden = hidden_rows(product, bias, counts, self.form())  # [N, F]
-            output = grouped_linear(hidden, down, counts)  # [N, D]
+            output = add_bias(grouped_linear(hidden, down, counts), down_bias, counts)  # [N, D]
             if down_adapter is not None:
                 hidden = dropout(hidden, adapter_dropout)
                 output = output + grouped_low_rank(hidden, down_adapter, counts)
@@ -217,11 +226,13 @@ class Experts(nn.Module):
         Returns:
             <float>[E, n, D].
         """
-        first, down, bias, first_adapter, down_adapter = weights
+        first, down, bias, first_bias, down_bias, first_adapter, down_adapter = weights
         with autocast_disabled(slots.device.type):
             # All experts in one batched product, since all have as many slots.
             x = rearrange(slots, "e n d -> e d n")
             product = torch.bmm(first, x).to(down.dtype)  # [E, 2F or F, n]
+            if first_bias is not None:
+                product = product + first_bias[..., None]
             if first_adapter is not None:
                 x = dropout(x, adapter_dropout)
                 product = product + _adapt_slots(x, first_adapter).to(down.dtype)
@@ -229,6 +240,8 @@ class Experts(nn.Module):
             bias = None if bias is None else bias[..., None]  # [E, F, 1]
             hidden = hidden_units(product, bias, self.form(), dim=1)  # [E, F, n]
             outputs = torch.bmm(down, hidden)  # [E, D, n]
+            if down_bias is not None:
+                outputs = outputs + down_bias[..., None]
             if down_adapter is not None:
                 hidden = dropout(hidden, adapter_dropout)
                 outputs = outputs + _adapt_slots(hidden, down_adapter)
@@ -242,6 +255,11 @@ class Experts(nn.Module):
             bias_kind=self.config.expert_bias,
             dropout_rate=self.config.expert_dropout_rate if self.training else 0.0,
         )
+
+    def product_biases(self) -> list[nn.Parameter | None]:
+        """Returns the biases of the first product, [E, 2F or F], and of the second, [E, D]."""
+        first = "gate_up_proj_bias" if self.config.gated else "up_proj_bias"
+        return [self._parameters.get(name) for name in (first, "down_proj_bias")]
 
     def product_dtype(self) -> torch.dtype:
         """Returns the dtype of the first product: that of the second, or float16 before float32."""
@@ -274,11 +292,13 @@ class Experts(nn.Module):
             first = first.flatten(1, 2)  # [E, 2F, D]
         dtype = self.output_dtype()
         first_dtype = dtype if fused else self.product_dtype()
-        bias = None if self.bias is None else local_shard(self.bias).to(dtype)
+        biases = []
+        for bias in (self.bias, *self.product_biases()):
+            biases.append(None if bias is None else local_shard(bias).to(dtype))
         return ExpertWeights(
-            first=_product_weight(first, first_dtype, fused),
-            down=_product_weight(local_shard(self.down_proj), dtype, fused),
-            bias=bias,
+            _product_weight(first, first_dtype, fused),
+            _product_weight(local_shard(self.down_proj), dtype, fused),
+            *biases,
             first_adapter=_convert(adapters.first, first_dtype),
             down_adapter=_convert(adapters.down, dtype),
         )

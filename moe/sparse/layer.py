@@ -92,7 +92,14 @@ class SparseFeedForward(nn.Module):
             ep: Ranks that hold E / ep experts each; None when all are here.
             tp: Ranks that hold F / tp hidden units of each expert here and see the same tokens;
                 None likewise.
+
+        Raises:
+            ConfigError: When hidden units are shared, and the products have biases.
         """
+        if tp is not None and self.config.product_bias:
+            raise ConfigError(
+                "product_bias is True, and each rank of tp would add the bias. Use ep instead of tp."
+            )
         self.ep = ep
         self.tp = tp
 

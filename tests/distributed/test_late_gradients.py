@@ -11,32 +11,31 @@ from moe.kernels.late_gradients import pass_weights
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import SparseFeedForward
 from tests.distributed.ranks import run_ranks
-from tests.sparse.expert_loop import KINDS, form_of, problem, tiny
+from tests.sparse.expert_loop import KINDS, form_of, problem, tiny, weights_of
 
 D, F, E = 7, 11, 4
 
 
-def gradients_of(inputs, rows, form, *, is_late):
+def gradients_of(inputs, rows, config, drop_rate, *, is_late):
     """Returns all gradients of the kernel, those of the weights late or at once."""
-    tokens, weight, first, down, *bias = inputs
-    weights = ExpertWeights(first, down, bias[0] if bias else None)
+    tokens, weight, *stacked = inputs
+    weights = weights_of(config, stacked)
     late = None
     if is_late:
         weights, late = pass_weights(weights)
         assert late is not None
     torch.manual_seed(0)
     rows = rows._replace(weight=weight)
-    output = cpu_experts.fused_feed_forward(tokens, rows, weights, form, late)
+    output = cpu_experts.fused_feed_forward(tokens, rows, weights, form_of(config, drop_rate), late)
     return torch.autograd.grad(output.square().sum(), inputs, allow_unused=True)
 
 
 def test_late_gradients_are_those_that_are_computed_at_once():
-    for activation, gated, expert_bias in KINDS:
-        config = tiny(activation, gated, expert_bias, d_model=D, d_ff=F)
+    for activation, gated, bias in KINDS:
+        config = tiny(activation, gated, bias, d_model=D, d_ff=F)
         inputs, rows = problem(config, num_tokens=13, num_rows=23)
-        form = form_of(config, 0.3)
-        at_once = gradients_of(inputs, rows, form, is_late=False)
-        late = gradients_of(inputs, rows, form, is_late=True)
+        at_once = gradients_of(inputs, rows, config, 0.3, is_late=False)
+        late = gradients_of(inputs, rows, config, 0.3, is_late=True)
         assert all(torch.equal(a, b) for a, b in zip(at_once, late, strict=True)), config
 
 
@@ -44,8 +43,8 @@ def test_late_gradients_are_those_that_are_computed_at_once():
 def test_a_frozen_weight_gets_no_gradient_late_either(frozen):
     config = tiny(d_model=D, d_ff=F)
     inputs, rows = problem(config, num_tokens=13, num_rows=23)
-    form = form_of(config, 0.0)
-    expected = gradients_of(inputs, rows, form, is_late=False)
+    form = form_of(config)
+    expected = gradients_of(inputs, rows, config, 0.0, is_late=False)
     inputs[frozen].requires_grad_(False)
 
     weights, late = pass_weights(ExpertWeights(inputs[2], inputs[3], None))

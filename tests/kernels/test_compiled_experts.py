@@ -7,8 +7,7 @@ from moe.kernels import compiled_experts
 from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_weights import ExpertWeights
-from moe.kernels.hidden_units import ExpertForm
-from tests.sparse.expert_loop import problem, tiny
+from tests.sparse.expert_loop import form_of, problem, tiny, weights_of
 
 SIZES = {"num_tokens": 13, "num_rows": 23}
 
@@ -23,21 +22,22 @@ def padded(rows, weight, num_unread=5):
 
 
 @pytest.mark.parametrize(
-    ("activation", "gated", "expert_bias", "drop_rate"),
+    ("activation", "gated", "bias", "drop_rate"),
     [
-        ("gelu", True, "none", 0.3),
+        ("gelu_pytorch_tanh", True, "none", 0.3),
         ("gelu", False, "multiplicative", 0.0),
+        ("silu", True, "product", 0.3),
         ("relu", True, "additive", 0.0),
         ("relu", False, "none", 0.3),
     ],
 )
 def test_the_operation_equals_the_engine_whatever_stands_in_rows_that_nobody_reads(
-    activation, gated, expert_bias, drop_rate
+    activation, gated, bias, drop_rate
 ):
-    config = tiny(activation, gated, expert_bias)
+    config = tiny(activation, gated, bias)
     (tokens, weight, *stacked), rows = problem(config, **SIZES)
-    form = ExpertForm(activation, gated, expert_bias, drop_rate)
-    weights = ExpertWeights(*stacked, *[None] * (3 - len(stacked)))
+    form = form_of(config, drop_rate)
+    weights = weights_of(config, stacked)
     more_rows, more_weight = padded(rows, weight)
 
     results = []
@@ -59,7 +59,7 @@ def test_what_is_frozen_costs_no_gradient(frozen):
     for index in frozen:
         inputs[index].requires_grad_(False)
     tokens, weight, *stacked = inputs
-    form = ExpertForm("gelu", True, "none", 0.0)
+    form = form_of(config)
     compiled_feed_forward(
         tokens, rows._replace(weight=weight), ExpertWeights(*stacked, None), form
     ).sum().backward()
@@ -70,7 +70,7 @@ def test_what_is_frozen_costs_no_gradient(frozen):
 def test_the_operation_is_what_it_says_to_compilers():
     """torch's own check of schema, shapes, gradients and tracing."""
     expert_bias = "additive"
-    config = tiny(expert_bias=expert_bias)
+    config = tiny(bias=expert_bias)
     (tokens, weight, *stacked), rows = problem(config, **SIZES)
     indices = [rows.counts, rows.token, rows.by_token, rows.token_start]
 
@@ -79,7 +79,8 @@ def test_the_operation_is_what_it_says_to_compilers():
     a, b = torch.randn_like(first[:, :2]), torch.randn_like(first[:, :, :2].mT)
     absent = torch.empty(0, dtype=first.dtype)
     scale = torch.rand(2, dtype=first.dtype)
+    stacked += [absent, torch.randn(4, 3, dtype=first.dtype).requires_grad_()]  # no b1, but b2
     stacked += [a.requires_grad_(), b.requires_grad_(), scale, absent, absent, absent]
     seed = torch.tensor(3)
-    arguments = (tokens, weight, stacked, indices, seed, "gelu", True, expert_bias, 0.3, True, True)
+    arguments = (tokens, weight, stacked, indices, seed, "silu", True, expert_bias, 0.3, True, True)
     torch.library.opcheck(compiled_experts._fused_experts, arguments)

@@ -21,7 +21,7 @@ def test_memory_in_few_pages_is_writable_and_outlives_its_maker(keeps_all, monke
 
 
 def test_gradients_in_few_pages_are_those_in_others(monkeypatch):
-    config = tiny("gelu", True, "additive", d_model=7, d_ff=11)
+    config = tiny("gelu_pytorch_tanh", True, "additive", d_model=7, d_ff=11)
     inputs, rows = problem(config, num_tokens=13, num_rows=23)
     made = []
 

@@ -6,20 +6,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.grouped_matmul import grouped_linear
 from moe.sparse.dispatch import RowDispatcher
 from moe.sparse.experts import Experts
-from tests.sparse.expert_loop import KINDS, problem, run_loop, tiny
+from tests.sparse.expert_loop import KINDS, problem, run_loop, tiny, weights_of
 
 
 def grouped_outputs(inputs, rows, config):
     """Returns what `Experts.forward` makes of these on a device other than the CPU."""
-    tokens, weight, first, down, *bias = inputs
-    weights = ExpertWeights(first, down, bias[0] if bias else None)
+    tokens, weight, *stacked = inputs
     dispatcher = RowDispatcher(rows._replace(weight=weight))
     inputs = dispatcher.dispatch(tokens).wait()
-    outputs = Experts(config).eval().run_rows(inputs.x, inputs.counts, weights)
+    outputs = Experts(config).eval().run_rows(inputs.x, inputs.counts, weights_of(config, stacked))
     return dispatcher.combine(outputs)
 
 
@@ -31,11 +29,11 @@ def grouped_outputs(inputs, rows, config):
     ],
     ids=["float64", "float32, rows of 16 bytes"],
 )
-@pytest.mark.parametrize(("activation", "gated", "expert_bias"), KINDS)
+@pytest.mark.parametrize(("activation", "gated", "bias"), KINDS)
 def test_grouped_products_equal_a_loop_over_experts(
-    activation, gated, expert_bias, dtype, sizes, tolerance
+    activation, gated, bias, dtype, sizes, tolerance
 ):
-    config = tiny(activation, gated, expert_bias, **sizes)
+    config = tiny(activation, gated, bias, **sizes)
     inputs, rows = problem(config, num_tokens=13, num_rows=23)
     given = [x.detach().to(dtype).requires_grad_() for x in inputs]
     output, expected = grouped_outputs(given, rows, config), run_loop(inputs, rows, config)

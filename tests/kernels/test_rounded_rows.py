@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from moe.kernels import cpu_experts
 from moe.kernels.cpu_matmul import prepares_for_row_counts
 from moe.kernels.expert_rows import round_up_rows, rounded_count, sum_by_token
-from moe.kernels.expert_weights import ExpertWeights
-from tests.sparse.expert_loop import expert_rows, form_of, tiny
+from tests.sparse.expert_loop import expert_rows, form_of, tiny, weights_of
 
 
 @given(st.integers(0, 2**40))
@@ -59,23 +58,22 @@ def test_round_numbers_stay_as_they_are():
     assert round_up_rows(rows) is rows
 
 
-@pytest.mark.parametrize("expert_bias", ["none", "additive"])
-def test_outputs_and_all_gradients_are_those_of_the_rows_alone(expert_bias, monkeypatch):
+@pytest.mark.parametrize("bias", ["none", "additive", "product"])
+def test_outputs_and_all_gradients_are_those_of_the_rows_alone(bias, monkeypatch):
     torch.manual_seed(0)
-    config = tiny("gelu", True, expert_bias, num_experts=3, d_model=7, d_ff=11)
+    config = tiny("gelu_pytorch_tanh", True, bias, num_experts=3, d_model=7, d_ff=11)
     expert_of_row = [0] * 67 + [1] * 301
     token_of_row = torch.randint(97, (368,)).tolist()
     rows = expert_rows(expert_of_row, token_of_row, 3, num_tokens=97)
     shapes = [(97, 7), (368,), (3, 22, 7), (3, 7, 11)]
-    if expert_bias != "none":
-        shapes.append((3, 11))
+    shapes += {"none": [], "additive": [(3, 11)], "product": [(3, 22), (3, 7)]}[bias]
     inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
     results = []
     for is_rounded in (False, True):
         monkeypatch.setattr(cpu_experts, "prepares_for_row_counts", lambda _, r=is_rounded: r)
-        tokens, weight, first, down, *bias = inputs
-        weights = ExpertWeights(first, down, bias[0] if bias else None)
+        tokens, weight, *stacked = inputs
+        weights = weights_of(config, stacked)
         output = cpu_experts.fused_feed_forward(
             tokens, rows._replace(weight=weight), weights, form_of(config, 0.0)
         )

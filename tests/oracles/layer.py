@@ -14,6 +14,16 @@ import torch.nn.functional as F
 from tests.oracles import losses, routing
 from tests.oracles.stats import statistics
 
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": lambda x: (
+        x * (1 + (0.7978845608028654 * (x + 0.044715 * x**3)).tanh()) / 2
+    ),
+    "gelu": lambda x: x * (1 + (x / 2**0.5).erf()) / 2,
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "relu": lambda x: x.clamp(min=0),
+}
+"""The formulas of the activations <float>[...]."""
+
 
 @dataclass
 class Answer:
@@ -135,21 +145,20 @@ def route(layer, logits, probs, mask, token_ids, capacity):
 def run_expert(layer, expert, token):
     """Returns one expert's output for one token [D]."""
     experts, config = layer.experts, layer.config
+    has_biases = config.product_bias
+    zero = torch.zeros(config.num_experts, 1, dtype=token.dtype)
     if config.gated:
-        gate, up = (experts.gate_up_proj[expert] @ token).split(config.d_ff)
-        hidden = (
-            F.gelu(gate, approximate="tanh") if config.activation == "gelu" else F.relu(gate)
-        ) * up
+        b1, b2 = (experts.gate_up_proj_bias, experts.down_proj_bias) if has_biases else (zero, zero)
+        gate, up = (experts.gate_up_proj[expert] @ token + b1[expert]).split(config.d_ff)
+        hidden = ACTIVATIONS[config.activation](gate) * up
     else:
-        hidden = experts.up_proj[expert] @ token
-        hidden = (
-            F.gelu(hidden, approximate="tanh") if config.activation == "gelu" else F.relu(hidden)
-        )
+        b1, b2 = (experts.up_proj_bias, experts.down_proj_bias) if has_biases else (zero, zero)
+        hidden = ACTIVATIONS[config.activation](experts.up_proj[expert] @ token + b1[expert])
     if config.expert_bias == "additive":
         hidden = hidden + experts.bias[expert]
     elif config.expert_bias == "multiplicative":
         hidden = hidden * experts.bias[expert]
-    return experts.down_proj[expert] @ hidden
+    return experts.down_proj[expert] @ hidden + b2[expert]
 
 
 def combine_by_loop(layer, groups, routing):

@@ -3,17 +3,22 @@ float64.
 """
 
 import itertools
+from typing import get_args
 
 import torch
-import torch.nn.functional as F
 
 from moe.kernels.expert_rows import ExpertRows
+from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.hidden_units import ExpertForm
-from moe.sparse.config import SparseConfig
+from moe.sparse.config import Activation, SparseConfig
+from tests.oracles.layer import ACTIVATIONS
 
 KINDS = list(
-    itertools.product(["gelu", "relu"], [True, False], ["none", "additive", "multiplicative"])
+    itertools.product(
+        get_args(Activation), [True, False], ["none", "additive", "multiplicative", "product"]
+    )
 )
+"""Activation, whether there is a gate, and which bias: `product` for those of both products."""
 
 
 def expert_rows(expert_of_row, token_of_row, num_experts, num_tokens):
@@ -33,8 +38,8 @@ def expert_rows(expert_of_row, token_of_row, num_experts, num_tokens):
 
 
 def problem(config, num_tokens, num_rows, seed=0):
-    """Returns the inputs of the engine: tokens, weight of each row, three weights of the experts;
-    and the rows.
+    """Returns the inputs of the engine: tokens, weight of each row, weights and biases of the
+    experts; and the rows.
 
     The last expert has no row; every other has some, in uneven numbers.
     """
@@ -45,6 +50,8 @@ def problem(config, num_tokens, num_rows, seed=0):
     shapes = [(num_tokens, D), None, (E, F_ * (2 if config.gated else 1), D), (E, D, F_)]
     if config.expert_bias != "none":
         shapes.append((E, F_))
+    if config.product_bias:
+        shapes += [shapes[2][:2], (E, D)]
     inputs = [torch.randn(shape, dtype=torch.float64) if shape else rows.weight for shape in shapes]
     return [x.detach().requires_grad_() for x in inputs], rows
 
@@ -56,35 +63,37 @@ def form_of(config, drop_rate=0.0):
 
 def run_loop(inputs, rows, config, kept=None, drop_rate=0.0):
     """Returns what the engine must: each expert on its own rows, one after the other."""
-    tokens, weight, first, down, *bias = inputs
+    tokens, weight, first, down, *biases = inputs
     output, start = torch.zeros_like(tokens), 0
     for expert, count in enumerate(rows.counts.tolist()):
         here = slice(start, start + count)
         start += count
-        hidden = tokens[rows.token[here]] @ first[expert].T
+        b1, b2 = (b[expert] for b in biases) if config.product_bias else (0, 0)
+        hidden = tokens[rows.token[here]] @ first[expert].T + b1
         up = None
         if config.gated:
             hidden, up = hidden[:, : config.d_ff], hidden[:, config.d_ff :]
-        hidden = (
-            F.gelu(hidden, approximate="tanh")
-            if config.activation == "gelu"
-            else hidden.clamp(min=0)
-        )
+        hidden = ACTIVATIONS[config.activation](hidden)
         hidden = hidden if up is None else hidden * up
-        if bias:
-            hidden = (
-                hidden * bias[0][expert]
-                if config.expert_bias == "multiplicative"
-                else hidden + bias[0][expert]
-            )
+        if config.expert_bias == "multiplicative":
+            hidden = hidden * biases[0][expert]
+        elif config.expert_bias == "additive":
+            hidden = hidden + biases[0][expert]
         if kept is not None and kept.numel():
             hidden = hidden * kept[here] / (1 - drop_rate)
         output = output.index_add(
-            0, rows.token[here], weight[here, None] * (hidden @ down[expert].T)
+            0, rows.token[here], weight[here, None] * (hidden @ down[expert].T + b2)
         )
     return output
 
 
-def tiny(activation="gelu", gated=True, expert_bias="none", **fields):
+def weights_of(config, stacked):
+    """Returns the weights and biases of `problem`."""
+    first, down, *biases = stacked
+    return ExpertWeights(first, down, *([None] if config.product_bias else []), *(biases or [None]))
+
+
+def tiny(activation="gelu_pytorch_tanh", gated=True, bias="none", **fields):
     sizes = {"d_model": 3, "d_ff": 5, "num_experts": 4, **fields}
-    return SparseConfig(activation=activation, gated=gated, expert_bias=expert_bias, **sizes)
+    kind = {"product_bias": True} if bias == "product" else {"expert_bias": bias}
+    return SparseConfig(activation=activation, gated=gated, **kind, **sizes)

@@ -34,8 +34,9 @@ def build_layer(router="token_choice", seed=0, **fields):
     }
     torch.manual_seed(seed)
     layer = SparseFeedForward(SparseConfig(**{**settings, **fields})).double().eval()
-    if layer.experts.bias is not None:
-        torch.nn.init.normal_(layer.experts.bias)
+    for name, bias in layer.experts.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(bias)
     for buffer in layer.router.buffers():
         buffer.random_(-20, 20)
     return layer

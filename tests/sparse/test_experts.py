@@ -13,9 +13,16 @@ import pytest
 import torch
 
 from moe.kernels import cpu_experts, expert_pieces
-from moe.kernels.expert_weights import ExpertWeights
 from tests.processes import run_program
-from tests.sparse.expert_loop import KINDS, expert_rows, form_of, problem, run_loop, tiny
+from tests.sparse.expert_loop import (
+    KINDS,
+    expert_rows,
+    form_of,
+    problem,
+    run_loop,
+    tiny,
+    weights_of,
+)
 from tests.sparse.layers import assert_all_close, build_layer, gradients
 
 
@@ -28,20 +35,20 @@ def threads():
 
 
 def run_engine(inputs, rows, config, drop_rate=0.0):
-    tokens, weight, first, down, *bias = inputs
+    tokens, weight, *stacked = inputs
     rows = rows._replace(weight=weight)
-    weights = ExpertWeights(first, down, bias[0] if bias else None)
+    weights = weights_of(config, stacked)
     return cpu_experts.fused_feed_forward(tokens, rows, weights, form_of(config, drop_rate))
 
 
 # ---- the engine of the CPU against the loop ----
 
 
-@pytest.mark.parametrize(("activation", "gated", "expert_bias"), KINDS)
+@pytest.mark.parametrize(("activation", "gated", "bias"), KINDS)
 def test_the_engine_equals_a_loop_over_experts_in_output_and_gradients(
-    activation, gated, expert_bias, threads, monkeypatch
+    activation, gated, bias, threads, monkeypatch
 ):
-    config = tiny(activation, gated, expert_bias, d_model=7, d_ff=11)
+    config = tiny(activation, gated, bias, d_model=7, d_ff=11)
     for num_threads, drop_rate, rows_per_piece in ((1, 0.0, 512), (2, 0.3, 2)):
         # Few rows a piece: experts are split and summed up again.
         threads(num_threads)
@@ -60,7 +67,7 @@ def test_the_engine_equals_a_loop_over_experts_in_output_and_gradients(
 
 @pytest.mark.parametrize("frozen", [(0,), (2, 3), (1, 2, 3, 4), range(5)], ids=str)
 def test_what_is_frozen_gets_no_gradient_and_the_others_the_same(frozen):
-    config = tiny(expert_bias="additive")
+    config = tiny(bias="additive")
     inputs, rows = problem(config, num_tokens=5, num_rows=11)
     loss = run_engine(inputs, rows, config).square().sum()
     expected = torch.autograd.grad(loss, inputs)
@@ -84,7 +91,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_others_the_same(frozen):
 def test_the_number_of_threads_changes_no_bit_of_the_output_and_gradients_by_rounding_only(
     expert_of_row, drop_rate, threads
 ):
-    config = tiny(expert_bias="multiplicative", d_model=37, d_ff=61)
+    config = tiny(bias="multiplicative", d_model=37, d_ff=61)
     inputs, rows = problem(config, num_tokens=997, num_rows=2003)
     if expert_of_row == "one":  # and several pieces of it
         rows = expert_rows([2] * 2003, rows.token.tolist(), 4, 997)
@@ -106,7 +113,7 @@ def test_the_number_of_threads_changes_no_bit_of_the_output_and_gradients_by_rou
 
 def test_without_gradients_the_output_is_the_same(threads):
     threads(2)
-    config = tiny(expert_bias="multiplicative")
+    config = tiny(bias="multiplicative")
     inputs, rows = problem(config, num_tokens=5, num_rows=11)
     expected = run_engine(inputs, rows, config)
     for mode in (torch.no_grad, torch.inference_mode):

@@ -100,7 +100,7 @@ def test_a_slot_with_one_expert_is_the_dense_feed_forward_of_t5(feed_forward):
             old = block.layer[-1].DenseReluDense
             config = SparseConfig(
                 d_model=D, d_ff=F, num_experts=1, num_selected_experts=1, gated=gated,
-                activation="gelu" if gated else "relu", decoder=stack is model.decoder,
+                activation="gelu_pytorch_tanh" if gated else "relu", decoder=stack is model.decoder,
             )  # fmt: skip
             adapter = SparseFeedForwardAdapter(SparseFeedForward(config))
             weights = dict(adapter.sparse.experts.named_parameters())

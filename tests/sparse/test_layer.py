@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe import RouterStats, SparseFeedForward
-from moe.sparse.config import CONVENTIONS, RouterInput
+from moe.errors import ConfigError
+from moe.sparse.config import CONVENTIONS, Activation, RouterInput
 from moe.sparse.routers.token_choice import keep_choices
 from tests.oracles.layer import answer, dense_einsum
 from tests.oracles.stats import summary
@@ -62,7 +63,8 @@ def cases(draw, options):
         "router_input": draw(st.sampled_from(["hidden", "hidden", *get_args(RouterInput)])),
         "balance_scope": draw(st.sampled_from(["group", "group", "micro_batch", "global"])),
         "gated": draw(st.booleans()),
-        "activation": draw(st.sampled_from(["gelu", "relu"])),
+        "activation": draw(st.sampled_from(get_args(Activation))),
+        "product_bias": draw(st.booleans()),
         "expert_bias": draw(st.sampled_from(["none", "additive", "multiplicative"])),
     }
     return {
@@ -252,3 +254,9 @@ def test_a_bias_moves_against_the_load_and_steers_the_choice_but_not_the_weight(
     )
     layer.router.update(router.stats._replace(expert_load=torch.tensor([1, 1, 1])))
     assert layer.router.load_steps.tolist() == [-1, 1, 1]
+
+
+def test_biases_of_products_are_refused_where_ranks_share_hidden_units():
+    layer = build_layer(product_bias=True)
+    with pytest.raises(ConfigError, match="product_bias"):
+        layer.set_parallel_axes(None, object())
