@@ -53,7 +53,7 @@ class ExpertWeights(NamedTuple):
         *weights, a, b, scale, down_a, down_b, down_scale = tensors
         first_adapter = None if a is None else LowRank(a, b, scale)
         down_adapter = None if down_a is None else LowRank(down_a, down_b, down_scale)
-        return cls(*weights, first_adapter, down_adapter)
+        return cls(*weights, first_adapter=first_adapter, down_adapter=down_adapter)
 
 
 def is_quantized(weight: Tensor) -> bool:
