@@ -88,8 +88,9 @@ def sparse_sites(model: nn.Module, host: Host, settings: HostSettings) -> Iterat
     for stack in stacks:
         decoder = stack == "decoder"
         place = host.stack(decoder=decoder)
-        for number in settings.blocks(decoder=decoder):
-            config = settings.sparse_config(host, cast(Any, model).config, decoder=decoder)
+        for layer, number in enumerate(settings.blocks(decoder=decoder)):
+            of_host = cast(Any, model).config
+            config = settings.sparse_config(host, of_host, decoder=decoder, layer=layer)
             name = f"{place.module}.{place.blocks}.{number}"
             yield Site(name, stack, model.get_submodule(name), config)
 

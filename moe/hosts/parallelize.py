@@ -9,6 +9,7 @@ from moe.errors import ConfigError
 from moe.hosts.blocks import SparseBlock
 from moe.hosts.model import SparseHost
 from moe.models.parallelize import shard_over_data_ranks
+from moe.sparse.editing import sparse_layers
 from moe.sparse.layer import SparseFeedForward
 
 
@@ -51,9 +52,10 @@ def shard_host(
             f"The mesh has tp {sizes.tp}; expected 1: the attention of a host is not sharded over "
             "tp. Use ep and dp_shard."
         )
-    num_experts = model.settings.num_experts
-    expected = f"a divisor of the {num_experts} experts"
-    check(num_experts % sizes.ep == 0, "ep of the mesh", sizes.ep, expected)
+    for layer in sparse_layers(model).values():
+        num_experts = layer.config.num_experts
+        expected = f"a divisor of the {num_experts} experts"
+        check(num_experts % sizes.ep == 0, "ep of the mesh", sizes.ep, expected)
 
     rules = host_rules(gated=len(model.host.first) == 2)
     layouts: dict[str, Layout] = {}

@@ -24,7 +24,10 @@ class HostSettings:
     Attributes:
         encoder_blocks: Numbers of the blocks of the encoder that are sparse, from 0.
         decoder_blocks: The same of the decoder.
-        num_experts: Experts of a layer, E.
+        num_experts: Experts of a layer, E; the largest number if layers differ.
+        encoder_experts: Experts of each sparse block of the encoder, in order; None for
+            `num_experts` in each.
+        decoder_experts: The same of the decoder.
         num_selected_experts: Experts of a token, K.
         granularity: Parts into which each copy of a feed-forward is cut; an expert has d_ff /
             granularity units.
@@ -37,6 +40,8 @@ class HostSettings:
     decoder_blocks: tuple[int, ...]
     num_experts: int
     num_selected_experts: int
+    encoder_experts: tuple[int, ...] | None = None
+    decoder_experts: tuple[int, ...] | None = None
     granularity: int = 1
     layer: Mapping[str, Any] = field(default_factory=dict)
     load_balance_loss_weight: float = 0.01
@@ -45,10 +50,18 @@ class HostSettings:
     def __post_init__(self) -> None:
         """Raises a ConfigError for a value that sparse layers of a host do not support."""
         # JSON has lists.
-        for name in ("encoder_blocks", "decoder_blocks"):
+        for stack in ("encoder", "decoder"):
+            name = f"{stack}_blocks"
             blocks = getattr(self, name)
             check(isinstance(blocks, list | tuple), name, blocks, "a list of numbers of blocks")
             object.__setattr__(self, name, tuple(blocks))
+
+            name = f"{stack}_experts"
+            experts = getattr(self, name)
+            if experts is not None:
+                fits = isinstance(experts, list | tuple) and len(experts) == len(blocks)
+                check(fits, name, experts, f"a number for each of the {len(blocks)} sparse blocks")
+                object.__setattr__(self, name, tuple(experts))
         known = [item.name for item in fields(SparseConfig)]
         is_known = isinstance(self.layer, Mapping) and set(known).issuperset(self.layer)
         check(is_known, "layer", self.layer, f"fields of SparseConfig: {', '.join(known)}")
@@ -127,8 +140,21 @@ class HostSettings:
         """Returns the numbers of the sparse blocks of a stack."""
         return self.decoder_blocks if decoder else self.encoder_blocks
 
-    def sparse_config(self, host: Host, config: PreTrainedConfig, *, decoder: bool) -> SparseConfig:
-        """Returns the settings of each sparse layer of a stack.
+    def layer_experts(self, *, decoder: bool) -> tuple[int, ...]:
+        """Returns the number of experts of each sparse block of a stack."""
+        numbers = self.decoder_experts if decoder else self.encoder_experts
+        return numbers or (self.num_experts,) * len(self.blocks(decoder=decoder))
+
+    def sparse_config(
+        self, host: Host, config: PreTrainedConfig, *, decoder: bool, layer: int = 0
+    ) -> SparseConfig:
+        """Returns the settings of one sparse layer; layers of a stack differ only in their experts.
+
+        Args:
+            host: The host.
+            config: Its configuration.
+            decoder: Whether the layer is in the decoder.
+            layer: Number of the layer among the sparse layers of its stack, from 0.
 
         Raises:
             ConfigError: When `granularity` does not divide the width, or a setting is invalid.
@@ -144,7 +170,7 @@ class HostSettings:
             **{
                 **host_fields,
                 "d_ff": d_ff // self.granularity,
-                "num_experts": self.num_experts,
+                "num_experts": self.layer_experts(decoder=decoder)[layer],
                 "num_selected_experts": self.num_selected_experts,
                 **self.layer,
             }
@@ -161,10 +187,9 @@ class HostSettings:
         for decoder in (False, True):
             name = "decoder_blocks" if decoder else "encoder_blocks"
             most = host.count_blocks(config, decoder=decoder) - 1
-            for block in self.blocks(decoder=decoder):
+            for layer, block in enumerate(self.blocks(decoder=decoder)):
                 check_integer(name, block, least=0, most=most)
-            if self.blocks(decoder=decoder):
-                self.sparse_config(host, config, decoder=decoder)
+                self.sparse_config(host, config, decoder=decoder, layer=layer)
 
 
 def _without_earlier_fields(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,8 @@ def test_settings_that_do_not_fit_the_host_are_refused(settings, message):
         (None, "sparse_layers is None"),
         ({"experts": 3}, "sparse_layers.*'experts'"),
         ({"encoder_blocks": [7]}, "encoder_blocks is 7.*from 0 to 1"),
+        ({"encoder_experts": [3, 3]}, "encoder_experts is .*each of the 1 sparse blocks"),
+        ({"decoder_experts": [1]}, "num_selected_experts is 2.*1"),
     ],
 )
 def test_a_damaged_config_is_refused(change, message, tmp_path):
