@@ -1,5 +1,7 @@
 """Gradients of experts' weights are computed while those of rows travel: the same, and in time."""
 
+import copy
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -72,15 +74,14 @@ def backward_events(rank, num_ranks):
     """Returns the parts of a layer's backward pass in the order in which they began."""
     mesh = build_mesh(MeshConfig(ep=num_ranks), "cpu")
     torch.manual_seed(0)
-    config = SparseConfig(
-        d_model=D, d_ff=F, num_experts=E, num_selected_experts=2, capacity_factor=None
-    )
+    shape = {"d_model": D, "d_ff": F, "num_experts": E, "product_bias": True, "activation": "silu"}
+    config = SparseConfig(**shape, num_selected_experts=2, capacity_factor=None)
     whole = SparseFeedForward(config)
-    layer = SparseFeedForward(config)
-    layer.load_state_dict(whole.state_dict())
+    for bias in whole.experts.product_biases():
+        torch.nn.init.normal_(bias)
+    layer = copy.deepcopy(whole)
     here = slice(rank * E // num_ranks, (rank + 1) * E // num_ranks)
-    for name in ("gate_up_proj", "down_proj"):
-        weight = getattr(layer.experts, name)
+    for name, weight in whole.experts.named_parameters():
         setattr(layer.experts, name, torch.nn.Parameter(weight.detach()[here].clone()))
     layer.set_parallel_axes(mesh.ep, None)
 
@@ -89,8 +90,8 @@ def backward_events(rank, num_ranks):
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         layer(x)[0].square().sum().backward()
     whole(x)[0].square().sum().backward()
-    for name in ("gate_up_proj", "down_proj"):
-        expected = num_ranks * getattr(whole.experts, name).grad[here]
+    for name, weight in whole.experts.named_parameters():
+        expected = num_ranks * weight.grad[here]
         assert torch.allclose(getattr(layer.experts, name).grad, expected, rtol=1e-4, atol=1e-6)
 
     names = ("moe.dispatch.backward", "_PassWeightsBackward", "moe.dispatch.backward.wait")

@@ -1,6 +1,7 @@
 """Exported graphs: onnxruntime, torch.export and CTranslate2 generate what the model does."""
 
 import json
+from typing import get_args
 
 import ctranslate2
 import numpy as np
@@ -11,8 +12,11 @@ import torch
 
 from moe import ConfigError, MoEError
 from moe.commands.export import main
+from moe.convert.graphs import ExportedLayer
+from moe.sparse.config import Activation
 from tests.models.tiny import DENSE, tiny_model
 from tests.serving.tiny_words import texts, word_tokenizer
+from tests.sparse.layers import build_layer
 
 STEPS = 9
 # Experts of the encoder are a node of onnxruntime, those of the decoder are unrolled.
@@ -112,6 +116,14 @@ def test_torch_export_keeps_the_mask_of_the_encoder(tmp_path):
     wanted = answers_of(model, ids, mask)
     np.testing.assert_array_equal(generate(run, ids.numpy(), mask.numpy(), 1), wanted)
     assert (generate(run, ids.numpy(), np.ones_like(mask.numpy()), 1) != wanted).any()
+
+
+def test_an_exported_layer_computes_activations_and_biases_of_the_layer():
+    for activation in get_args(Activation):
+        layer = build_layer(activation=activation, product_bias=True, eval_capacity_factor=None)
+        x = torch.randn(2, 5, 7, dtype=torch.float64)
+        exported = ExportedLayer(layer, nodes=True)
+        torch.testing.assert_close(exported(x)[0], layer(x)[0], rtol=0, atol=1e-12)
 
 
 def test_what_has_no_graph_is_refused_with_the_reason(tmp_path):
