@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from moe import RouterStats, SparseFeedForward
 from moe.errors import ConfigError
-from moe.sparse.config import CONVENTIONS, Activation, RouterInput
+from moe.kernels.expert_weights import dequantized
+from moe.sparse.config import CONVENTIONS, Activation, Dispatch, RouterInput
 from moe.sparse.routers.token_choice import keep_choices
 from tests.oracles.layer import answer, dense_einsum
 from tests.oracles.stats import summary
@@ -260,3 +261,17 @@ def test_biases_of_products_are_refused_where_ranks_share_hidden_units():
     layer = build_layer(product_bias=True)
     with pytest.raises(ConfigError, match="product_bias"):
         layer.set_parallel_axes(None, object())
+
+
+@pytest.mark.parametrize("dispatch", get_args(Dispatch))
+@pytest.mark.parametrize("quantization", [{"bits": 8}, {"bits": 4, "group_size": 2}], ids=str)
+def test_quantized_experts_keep_their_biases_and_compute_as_their_numbers(dispatch, quantization):
+    sizes = {"d_model": 10, "d_ff": 14, "dispatch": dispatch, "product_bias": True}
+    for activation in get_args(Activation):
+        fields = {**sizes, "activation": activation}
+        quantized = build_layer(**fields, expert_quantization=quantization)
+        plain = build_layer(**fields)
+        state = {name: dequantized(w) for name, w in quantized.state_dict().items()}
+        plain.load_state_dict(state)
+        x = torch.randn(3, 13, 10, dtype=torch.float64)
+        assert_close(quantized(x)[0].detach(), plain(x)[0].detach())
