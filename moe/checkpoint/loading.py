@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from moe.checkpoint.sharded_weights import stored_tensors
@@ -120,6 +121,13 @@ def find_class(source: Path | str, **download: Any) -> Any:
     else:
         model_type = STMoEConfig.read_raw(source, **download).get("model_type")
     return HOST_CLASSES.get(str(model_type), STMoEForConditionalGeneration)
+
+
+def empty_model(config: PreTrainedConfig) -> Any:
+    """Returns a model without memory, of the class that belongs to its configuration: a host's or ours."""
+    model_class = HOST_CLASSES.get(config.model_type, STMoEForConditionalGeneration)
+    with torch.device("meta"):
+        return model_class(config)
 
 
 def _unlimited_capacity(model_class: Any, source: Path | str) -> dict[str, Any]:
@@ -315,8 +323,7 @@ def _empty_model(
     """
     base = find_base(folder)
     saved = open_weights(find_weight_files(base or folder, use_safetensors=True))
-    with torch.device("meta"):
-        model = STMoEForConditionalGeneration(config)
+    model = empty_model(config)
     if base is not None:
         saved |= attach_saved_adapters(model, folder)
     expected = {stored_name(name): tensor for name, tensor in stored_tensors(model).items()}

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from moe.checkpoint.loading import HOST_CLASSES, empty_model
 from moe.checkpoint.sharded_weights import begin_weights, write_tensor
 from moe.checks import check, check_choice
 from moe.convert.hf_config import Family, to_hf_config
 from moe.convert.hf_weights import hf_weight_map, open_hf_checkpoint
+from moe.convert.host_weights import open_host
 from moe.convert.t5x import is_t5x, open_t5x
 from moe.convert.weight_map import (
     ConversionReport,
@@ -33,7 +35,6 @@ from moe.models.adapter_files import attach_saved_adapters, find_base, is_adapte
 from moe.models.checkpoint_formats import find_format, read_json_object
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD, TOKENIZER_FILES
 from moe.models.transformers_private import find_file, load_generation_config
 from moe.models.weight_files import (
@@ -84,17 +85,23 @@ def open_checkpoint(
 
     download = {name: settings.pop(name) for name in DOWNLOAD if name in settings}
     try:
-        config = STMoEConfig.from_pretrained(source, **download)
         raw_config = STMoEConfig.read_raw(source, **download)
+        model_type = str(raw_config.get("model_type"))
+        config_class = getattr(HOST_CLASSES.get(model_type), "config_class", STMoEConfig)
+        config = config_class.from_pretrained(source, **download)
     except OSError as error:
         if error.errno is not None:
             raise
         raise CheckpointError(" ".join(str(error).split())) from error
-    config = config.replaced(**settings)
     if not dequantize:
         refuse_quantized(config, "changed", source)
 
-    config = config.replaced(expert_quantization=None)
+    if hasattr(config, "replaced"):
+        config = config.replaced(**settings, expert_quantization=None)
+    else:
+        check(not settings, f"Settings of a {model_type}", settings, "none: it is no sparse model")
+    if model_type in HOST_CLASSES:
+        return open_host(source, model_type, config, **download)
     base = find_base(source, **download)
     if base is not None:
         checkpoint = open_checkpoint(base, dequantize=True)
@@ -120,8 +127,7 @@ def merge_adapters(
         download: `revision`, `token`, `cache_dir` and the like.
     """
     # PEFT's layers, around a model without memory.
-    with torch.device("meta"):
-        model = STMoEForConditionalGeneration(checkpoint.config)
+    model = empty_model(checkpoint.config)
     stored = attach_saved_adapters(model, source, **download)
     factors = {n: stored[stored_name(n)].read() for n in model.state_dict() if is_adapter(n)}
     model.load_state_dict(factors, strict=False, assign=True)
@@ -249,6 +255,8 @@ def write_checkpoint(
     """
     checkpoint.report.refuse_unexplained()
     config = checkpoint.config
+    is_ours = isinstance(config, STMoEConfig)
+    check(form == "ours" or is_ours, "The format of a host", form, "'ours', its own class")
     tokenizer_files: dict[str, Path] = {}
     if is_t5x(source):
         generation_config = GenerationConfig.from_model_config(config)
@@ -260,7 +268,7 @@ def write_checkpoint(
     dtype = dtype or _float_dtype(checkpoint.weights)
     config.dtype = str(dtype).removeprefix("torch.")
     if form == "ours":
-        config.architectures = [STMoEForConditionalGeneration.__name__]
+        config.architectures = [type(empty_model(config)).__name__]
         config.save_pretrained(folder)
         weights = dict(checkpoint.weights)
     else:
@@ -277,7 +285,7 @@ def write_checkpoint(
 
     # AutoTokenizer reads spiece.model by the class of the model, and knows none for ours.
     names = tokenizer_files.keys()
-    if form == "ours" and SENTENCEPIECE_FILE in names and TOKENIZER_FILE not in names:
+    if form == "ours" and is_ours and SENTENCEPIECE_FILE in names and TOKENIZER_FILE not in names:
         load_tokenizer(folder).save_pretrained(str(folder))
 
 

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from moe.convert.hf_config import FAMILIES, IGNORED_FIELDS, Family, from_hf_config, hf_family
 from moe.convert.weight_map import (
     ConvertedCheckpoint,
     Stack,
     WeightMapping,
+    are_equal,
     convert_weights,
     stacks_of,
 )
@@ -242,10 +241,10 @@ def _resolve_embeddings(
     shared = tables[0]
     encoder = _ENCODER_TABLE if _ENCODER_TABLE in stored else shared
     decoder = _DECODER_TABLE if _DECODER_TABLE in stored else shared
-    if not _are_equal(stored[encoder], stored[decoder]):
+    if not are_equal(stored[encoder], stored[decoder]):
         raise CheckpointError(_two_tables(source, "encoder", encoder, "decoder", decoder))
 
-    embedding = shared if _are_equal(stored[shared], stored[encoder]) else encoder
+    embedding = shared if are_equal(stored[shared], stored[encoder]) else encoder
     if config.tie_word_embeddings and embedding != shared:
         raise CheckpointError(_two_tables(source, "stacks", encoder, "head", shared))
     if head_is_embedding and _HEAD not in stored:
@@ -256,7 +255,7 @@ def _resolve_embeddings(
     for name in others:
         if name == embedding or name not in stored:
             continue
-        if _are_equal(stored[name], stored[embedding]):
+        if are_equal(stored[name], stored[embedding]):
             ignored[name] = f"is a copy of {embedding}"
         elif name == shared:
             ignored[name] = "is not used: both stacks compute with tables of their own"
@@ -272,10 +271,6 @@ def _two_tables(source: str, first: str, first_table: str, second: str, second_t
         f"and the {second} with {second_table}, whose numbers differ; here they share one "
         "embedding. If one of them is left over from training, remove it from the checkpoint."
     )
-
-
-def _are_equal(a: LazyTensor, b: LazyTensor) -> bool:
-    return a is b or (a.shape == b.shape and torch.equal(a.read(), b.read()))
 
 
 for _family in FAMILIES:

@@ -4,15 +4,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from moe.checkpoint.loading import empty_model
 from moe.checkpoint.sharded_weights import stored_tensors
 from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor, describe_misfits, describe_reshaped, first_names
 from moe.sparse.editing import LayerKey
 
@@ -21,7 +22,7 @@ class WeightMapping(NamedTuple):
     """One of our weights and its parts, which are tensors of another library.
 
     Attributes:
-        name: Our name, in STMoEForConditionalGeneration.
+        name: Our name, in STMoEForConditionalGeneration or the class of a host.
         parts: Names of those tensors, expert by expert, with the gate of each expert first.
         num_experts: Experts that are stacked along a new first dimension; 0 for none.
         transposed: Whether the last two dimensions of the parts are swapped.
@@ -99,10 +100,9 @@ def sparse_blocks(config: STMoEConfig) -> dict[str, LayerKey]:
     return keys
 
 
-def empty_weights(config: STMoEConfig) -> dict[str, Tensor]:
+def empty_weights(config: PreTrainedConfig) -> dict[str, Tensor]:
     """Returns the weights <any>[...] that a model is stored as, by name and without memory."""
-    with torch.device("meta"):
-        return stored_tensors(STMoEForConditionalGeneration(config))
+    return stored_tensors(empty_model(config))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class ConversionReport:
 
 
 class ConvertedCheckpoint(NamedTuple):
-    """A checkpoint as a model of ours.
+    """A checkpoint as a model of ours, or as a host.
 
     Attributes:
         config: Config of the model.
@@ -171,14 +171,14 @@ class ConvertedCheckpoint(NamedTuple):
         report: Report on every tensor.
     """
 
-    config: STMoEConfig
+    config: Any
     weights: dict[str, LazyTensor]
     report: ConversionReport
 
 
 def convert_weights(
     source: str,
-    config: STMoEConfig,
+    config: PreTrainedConfig,
     weight_map: Iterable[WeightMapping],
     stored: Mapping[str, LazyTensor],
     *,
@@ -189,16 +189,14 @@ def convert_weights(
 
     Args:
         source: The folder or hub name, for messages.
-        config: Config of our model.
+        config: Config of the model.
         weight_map: Our weights and the names of their parts.
         stored: Tensors <any>[...] of the source by name.
         ignored: Names in the source that none of our weights needs, with the reasons.
         leave_out: Patterns of our names to leave out.
     """
     # Shapes of our weights, without memory.
-    with torch.device("meta"):
-        expected = STMoEForConditionalGeneration(config).state_dict()
-
+    expected = empty_model(config).state_dict()
     report = ConversionReport(source, ignored=dict(ignored))
     weights: dict[str, LazyTensor] = {}
     known = set(ignored)
@@ -255,3 +253,8 @@ def _read_and_join(
 ) -> Tensor:
     """Returns our weight <dtype>[...], reading its parts one at a time."""
     return mapping.join((part.read() for part in parts), shape, dtype)
+
+
+def are_equal(a: LazyTensor, b: LazyTensor) -> bool:
+    """Returns whether two tensors <any>[...] hold the same numbers."""
+    return a is b or (a.shape == b.shape and torch.equal(a.read(), b.read()))

@@ -14,15 +14,20 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
+from moe.convert.formats import open_checkpoint
+from moe.convert.host_weights import HOST_FORMATS
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import refuse_loss_of_a_rank, refuse_to_save
 from moe.errors import ConfigError
 from moe.hosts.blocks import HostFeedForward, Site, prepare_blocks, sparse_sites
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings
+from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import share_of_targets
 from moe.models.outputs import RouterRecords
+from moe.models.pretrained import DOWNLOAD, DTYPES
+from moe.models.transformers_private import load_generation_config
 from moe.registry import Registry
 from moe.sparse.editing import Stack
 from moe.sparse.experts import Experts
@@ -102,6 +107,28 @@ class SparseHost:
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         for site in self.become_sparse(settings):
             setattr(site.block, self.host.feed_forward, HostFeedForward(site.config))
+
+    @classmethod
+    def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model of a folder or hub name, converted as it is read if it is of a HostFormat.
+
+        Arguments and results are those of transformers.
+        """
+        load = cast(Any, super()).from_pretrained
+        download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
+        raw_config = STMoEConfig.read_raw(source, **download) if source else {}
+        if not source or raw_config.get("model_type") not in HOST_FORMATS:
+            return load(source, *args, **kwargs)
+
+        weights = open_checkpoint(source, **download)
+        weights.report.refuse_unexplained()
+        dtypes = {name: kwargs.pop(name) for name in DTYPES if name in kwargs}
+        options = {"generation_config": load_generation_config(source, download), **kwargs}
+        config, options = cls.config_class.from_pretrained(
+            source, return_unused_kwargs=True, **options
+        )
+        options |= {"config": config, "state_dict": weights.weights, **dtypes}
+        return load(None, *args, **options)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Saves the model as the host does.

@@ -1,12 +1,14 @@
 """Which feed-forwards of a host are sparse, and how: plain values that are saved in its config.json."""
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
 from moe.checks import check, check_choice, check_field_types, check_integer, check_number
+from moe.convert.host_weights import HOST_FORMATS
 from moe.errors import ConfigError
 from moe.hosts.host import Host
 from moe.sparse.config import CONVENTIONS, Rules, SparseConfig, earlier_options, take_convention
@@ -190,6 +192,41 @@ class HostSettings:
             for layer, block in enumerate(self.blocks(decoder=decoder)):
                 check_integer(name, block, least=0, most=most)
                 self.sparse_config(host, config, decoder=decoder, layer=layer)
+
+
+class SparseHostConfig:
+    """Put before the configuration of a host, it reads and changes the settings of sparse layers."""
+
+    sparse_layers: dict[str, Any] | None
+
+    @property
+    def expert_quantization(self) -> Mapping[str, int] | None:
+        """How the experts' weights are held and saved; see SparseConfig."""
+        return HostSettings.from_config(cast(Any, self)).layer.get("expert_quantization")
+
+    def replaced(self, **settings: Any) -> Any:
+        """Returns a copy with other settings of the sparse layers.
+
+        Args:
+            settings: Fields of HostSettings or SparseConfig.
+
+        Raises:
+            ConfigError: When one is unknown or out of range.
+        """
+        saved = asdict(HostSettings.from_config(cast(Any, self)))
+        own = {name: value for name, value in settings.items() if name in saved}
+        of_layer = {name: value for name, value in settings.items() if name not in saved}
+        layer = {**saved["layer"], **of_layer}
+        config = copy.deepcopy(self)
+        config.sparse_layers = asdict(HostSettings(**{**saved, "layer": layer, **own}))
+        return config
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the fields of a config.json, of this class or converted, and the arguments not used."""
+        raw, unused = cast(Any, super()).get_config_dict(*args, **kwargs)
+        host_format = HOST_FORMATS.get(raw.get("model_type"))
+        return (raw if host_format is None else host_format.convert_config(raw)), unused
 
 
 def _without_earlier_fields(saved: Mapping[str, Any]) -> dict[str, Any]:

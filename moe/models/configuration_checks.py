@@ -268,8 +268,9 @@ def refuse_quantized(
         purpose: What needs experts of floats, as the end of a sentence.
         source: Folder or hub name of the model.
     """
-    if config.expert_quantization is not None:
+    quantization = getattr(config, "expert_quantization", None)  # dense hosts have none
+    if quantization is not None:
         raise ConfigError(
-            f"The experts are quantized to {config.expert_quantization['bits']} bits, and only experts of floats "
+            f"The experts are quantized to {quantization['bits']} bits, and only experts of floats "
             f"can be {purpose}. Dequantize the model first: stmoe convert --from {source} --to FOLDER."
         )

@@ -96,7 +96,7 @@ DOWNLOAD = (
 )
 """Arguments that locate a file of the hub."""
 
-_DTYPES = ("dtype", "torch_dtype")
+DTYPES = ("dtype", "torch_dtype")
 """Arguments for the weights, which are not fields of the config; "auto" means the dtype in the files."""
 
 _COMMIT_OPTIONS = ("commit_message", "commit_description", "create_pr", "revision")
@@ -267,7 +267,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         """Returns the model of a checkpoint in another format; see `from_pretrained`."""
         # The dtype is an argument for the weights, not a field of the config.
         options = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
-        dtypes = {name: options.pop(name) for name in _DTYPES if name in options}
+        dtypes = {name: options.pop(name) for name in DTYPES if name in options}
         config = options.pop("config", None)
         if config is None:
             fields = checkpoint_format.convert_config(raw_config)

@@ -6,10 +6,13 @@ itself, such as `_no_split_modules` and `_init_weights`, are in the model classe
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
@@ -48,6 +51,15 @@ def load_generation_config(source: Path | str, download: dict[str, Any]) -> Gene
 def attention_implementation(config: PreTrainedConfig) -> str:
     """Returns transformers' name of the attention that a model uses."""
     return config._attn_implementation or "eager"
+
+
+def names_in_model(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Returns the names of a checkpoint's tensors in the class of a model, as `from_pretrained` renames them."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [change for change in conversions if isinstance(change, WeightRenaming)]
+    state = model.state_dict()
+    prefix = model.base_model_prefix
+    return {name: rename_source_key(name, renamings, [], prefix, state)[0] for name in stored}
 
 
 class PrivateConfigHooks:

@@ -1,6 +1,6 @@
 """Private names of transformers that the models rely on, and what breaks when one disappears."""
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, conversion_mapping, core_model_loading
 
 from moe.models.transformers_private import PrivateConfigHooks, PrivateModelHooks, find_file
 
@@ -18,6 +18,8 @@ BREAKS = {
     (PreTrainedModel, "gather_sharded_state_dict_for_save"): "quantized experts cannot be saved",
     (PreTrainedModel, "_init_weights"): "weights that a checkpoint lacks are not initialised",
     (PreTrainedModel, "_get_files_timestamps"): "a push cannot tell new files",
+    (conversion_mapping, "get_model_conversion_mapping"): "T5Gemma 2 cannot be converted",
+    (core_model_loading, "rename_source_key"): "T5Gemma 2 cannot be converted",
     (PreTrainedModel, "_upload_modified_files"): "a push uploads nothing",
 }
 

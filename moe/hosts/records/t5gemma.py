@@ -6,9 +6,10 @@ from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 
 from moe.hosts.host import Host, HostStack
 from moe.hosts.model import HOSTS, RECORDS, SparseHost
+from moe.hosts.settings import SparseHostConfig
 
 
-class SparseT5GemmaConfig(T5GemmaConfig):
+class SparseT5GemmaConfig(SparseHostConfig, T5GemmaConfig):
     """A T5GemmaConfig with `sparse_layers`, see HostSettings."""
 
     model_type = "sparse_t5gemma"

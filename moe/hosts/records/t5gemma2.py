@@ -6,9 +6,10 @@ from transformers import T5Gemma2Config, T5Gemma2ForConditionalGeneration
 
 from moe.hosts.host import Host, HostStack
 from moe.hosts.model import HOSTS, RECORDS, SparseHost
+from moe.hosts.settings import SparseHostConfig
 
 
-class SparseT5Gemma2Config(T5Gemma2Config):
+class SparseT5Gemma2Config(SparseHostConfig, T5Gemma2Config):
     """A T5Gemma2Config with `sparse_layers`, see HostSettings."""
 
     model_type = "sparse_t5gemma2"

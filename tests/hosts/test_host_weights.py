@@ -1,0 +1,138 @@
+"""Checkpoints of hosts read tensor by tensor: converted, quantized, mapped and planned."""
+
+import json
+
+import pytest
+import torch
+
+from moe import CheckpointError, ConfigError
+from moe.checkpoint.loading import HOST_CLASSES, empty_model, load_model
+from moe.commands import convert as convert_command
+from moe.convert.formats import convert_checkpoint
+from moe.convert.host_weights import HOST_FORMATS, HostFormat
+from moe.convert.weight_map import WeightMapping
+from tests.hosts.tiny_hosts import TINY, dense_host, sparse_host
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A checkpoint of a library with other names and one tensor for each expert; and the model it is."""
+    model = sparse_host("t5gemma", differ=True)
+    fields = model.config.to_dict()
+
+    def weight_map(config):
+        mappings = []
+        for name, weight in empty_model(config).state_dict().items():
+            parts = (f"their.{name}",)
+            if weight.dim() == 3:
+                parts = tuple(f"their.{name}.{number}" for number in range(len(weight)))
+            mappings.append(WeightMapping(name, parts, len(weight) if weight.dim() == 3 else 0))
+        return mappings
+
+    monkeypatch.setitem(HOST_FORMATS, "theirs", HostFormat(lambda raw: fields, weight_map))
+    monkeypatch.setitem(HOST_CLASSES, "theirs", type(model))
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "theirs"}')
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 5}')
+    index = {}
+    weights = model.state_dict()
+    for mapping in weight_map(model.config):
+        file = f"pytorch_model-{len(index) // 30 + 1:05}.bin"
+        index |= dict.fromkeys(mapping.parts, file)
+    for file in set(index.values()):
+        parts = {}
+        for mapping in weight_map(model.config):
+            pieces = mapping.split(weights[mapping.name])
+            parts |= {name: piece.clone() for name, piece in pieces.items() if index[name] == file}
+        torch.save(parts, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    return folder, model
+
+
+each_host = pytest.mark.parametrize("name", sorted(TINY))
+
+
+def convert(source, target, **settings):
+    target.mkdir()
+    return convert_checkpoint(source, target, **settings)
+
+
+def assert_same_weights(one, other, dtype=torch.float32):
+    weights = dict(other.named_parameters())
+    for name, weight in one.named_parameters():
+        assert torch.equal(weight.to(dtype), weights.pop(name)), name
+    assert not weights
+
+
+@each_host
+@pytest.mark.parametrize("make", [dense_host, sparse_host])
+def test_a_rewritten_host_is_the_same_in_fewer_files(name, make, tmp_path):
+    model = make(name)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    report = convert(tmp_path / "shards", tmp_path / "one", dtype=torch.bfloat16)
+    assert len(report.mapped) == len(dict(model.named_parameters())) and not report.ignored
+    assert (tmp_path / "one/model.safetensors").is_file()
+    assert_same_weights(model, load_model(tmp_path / "one"), torch.bfloat16)
+
+
+def test_copies_of_a_tied_weight_count_once_and_must_be_copies(tmp_path):
+    model = sparse_host("t5gemma")
+    model.config.save_pretrained(tmp_path / "host")
+    state = model.state_dict()
+    torch.save(state, tmp_path / "host/pytorch_model.bin")
+    report = convert(tmp_path / "host", tmp_path / "out")
+    assert report.ignored == {
+        "lm_head.out_proj.weight": "is a copy of model.decoder.embed_tokens.weight"
+    }
+    assert_same_weights(model, load_model(tmp_path / "out"))
+
+    state["lm_head.out_proj.weight"] = 2 * state["lm_head.out_proj.weight"]
+    torch.save(state, tmp_path / "host/pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"1 unexpected: lm_head.out_proj.weight"):
+        convert(tmp_path / "host", tmp_path / "untied")
+
+
+def test_a_registered_format_is_loaded_and_converted_from_pickled_shards(library, tmp_path):
+    folder, model = library
+    report = convert(folder, tmp_path / "out")
+    assert len(report.mapped) == len(dict(model.named_parameters()))
+    for copy in (
+        load_model(tmp_path / "out"),
+        load_model(folder),
+        load_model(folder, dropless=True),
+    ):
+        assert type(copy) is type(model) and copy.generation_config.max_new_tokens == 5
+        assert_same_weights(model, copy)
+    assert load_model(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+    # Each file is needed, and only tensors are read.
+    shards = sorted(folder.glob("*.bin"))
+    content = shards[1].read_bytes()
+    torch.save({"a": print}, shards[1])
+    with pytest.raises(CheckpointError, match="could run code"):
+        load_model(folder)
+    shards[1].write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match=shards[1].name):
+        load_model(folder)
+    shards[1].rename(folder / "renamed.bin")
+    with pytest.raises(CheckpointError, match=f"{shards[1].name} is missing"):
+        load_model(folder)
+
+
+def test_hosts_have_neither_the_format_nor_the_settings_of_others(tmp_path):
+    dense_host("t5gemma").save_pretrained(tmp_path / "host")
+    arguments = ["--from", str(tmp_path / "host"), "--to", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="format of a host"):
+        convert_command.main([*arguments, "--format", "t5"])
+    with pytest.raises(ConfigError, match=r"Settings of a t5gemma .*num_experts"):
+        convert_command.main([*arguments, "--set", "num_experts=3"])
+    assert not (tmp_path / "out").exists()
+    sparse_host("t5gemma").save_pretrained(tmp_path / "sparse")
+    model = convert(tmp_path / "sparse", tmp_path / "wide", eval_capacity_factor=3.0)
+    model = load_model(tmp_path / "wide")
+    assert model.settings.layer["eval_capacity_factor"] == 3
+    with pytest.raises(ConfigError, match="num_expert"):
+        convert(tmp_path / "sparse", tmp_path / "no", num_expert=3)
