@@ -38,7 +38,7 @@ def expert_capacity(
     num_experts: int,
     capacity_factor: float,
     min_expert_capacity: int,
-    rounding: Literal["floor", "round"] = "floor",
+    rounding: Literal["floor", "ceil", "round"] = "floor",
 ) -> int:
     """Returns C, the slots of one expert in one group.
 
@@ -51,12 +51,13 @@ def expert_capacity(
         num_experts: Experts, E.
         capacity_factor: Slots relative to an even share S / E.
         min_expert_capacity: Smallest result, for any group size.
-        rounding: `floor`, then at most S; or `round` half to even, with no such bound.
+        rounding: `floor` or `ceil`, then at most S; or `round` half to even, with no such bound.
 
     Source:
         Mesh-TensorFlow transformer/moe.py at a32810e: max(min(S, int(S * CF / E)), C_min).
-        Flaxformer architectures/moe/routing.py at 399ea3a8: max(round(CF * S / E), C_min). Differs:
-        no rounding error of binary fractions.
+        Flaxformer architectures/moe/routing.py at 399ea3a8: max(round(CF * S / E), C_min). fairseq
+        modules/moe/top2gate.py: ceil(fraction * S), where the factor is fraction * E. Differs: no
+        rounding error of binary fractions.
     """
     # S * CF / E as a fraction of integers: quotient and remainder.
     numerator, denominator = _written_ratio(capacity_factor)
@@ -64,13 +65,14 @@ def expert_capacity(
     capacity = num_tokens * numerator // divisor
     remainder = num_tokens * numerator % divisor
 
-    # Round half to even, as Python does; or down, and then to no more slots than tokens.
+    # Round half to even, as Python does; or down or up, and then to no more slots than tokens.
     if rounding == "round":
         is_half = 2 * remainder == divisor
         rounds_up = 2 * remainder > divisor or (is_half and capacity % 2 == 1)
         capacity += int(rounds_up)
     else:
-        capacity = min(num_tokens, capacity)
+        rounds_up = rounding == "ceil" and remainder > 0
+        capacity = min(num_tokens, capacity + int(rounds_up))
     return max(capacity, min_expert_capacity)
 
 

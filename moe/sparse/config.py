@@ -17,7 +17,7 @@ ExpertBias = Literal["none", "additive", "multiplicative"]
 RouterInput = Literal["hidden", "concat", "concat_stop_gradient", "add", "add_stop_gradient"]
 BalanceScope = Literal["group", "micro_batch", "ranks", "global"]
 Dispatch = Literal["ragged", "static"]
-Convention = Literal["ours", "mesh_tensorflow", "flaxformer", "switch"]
+Convention = Literal["ours", "mesh_tensorflow", "flaxformer", "switch", "fairseq"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Rules:
     """What the reference implementations do differently; see CONVENTIONS.
 
     Attributes:
-        capacity_rounding: `floor`, and never more slots than tokens, or `round`.
+        capacity_rounding: `floor` or `ceil`, and never more slots than tokens, or `round`.
         capacity_scope: Whether tokens are routed together, and compete for slots, in a `group` of
             sequences, or each `sequence` is its own group, regardless of `group_size`.
         balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is
@@ -42,7 +42,7 @@ class Rules:
         router_options: Options of a router that has them, unless they are given.
     """
 
-    capacity_rounding: Literal["floor", "round"] = "floor"
+    capacity_rounding: Literal["floor", "ceil", "round"] = "floor"
     capacity_scope: Literal["group", "sequence"] = "group"
     balance_choices: Literal["first", "all"] = "first"
     balance_over: Literal["real_tokens", "all_positions"] = "real_tokens"
@@ -79,12 +79,22 @@ CONVENTIONS: Mapping[Convention, Rules] = {
         },
     ),
     "switch": Rules(capacity_scope="sequence", router_loss_reduction="mean"),
+    "fairseq": Rules(
+        capacity_rounding="ceil",
+        router_options={
+            "normalize_gates": False,
+            "normalize_accepted": True,
+            "second_expert_policy": "all",
+            "eval_second_expert_policy": "all",
+        },
+    ),
 }
 """The routing of each reference implementation.
 
 Source:
     mesh_tensorflow/transformer/moe.py at a32810e; google/flaxformer at 399ea3a8,
-    `architectures/moe/routing.py`; transformers 5.23.0 `SwitchTransformers`.
+    `architectures/moe/routing.py`; transformers 5.23.0 `SwitchTransformers`; fairseq's branch
+    `nllb`, `modules/moe/top2gate.py`.
 """
 
 _EARLIER_FIELDS = (
@@ -145,7 +155,8 @@ class SparseConfig:
             gradient into the embedding.
         decoder: Whether the layer is in a decoder, where tokens must not depend on later ones.
         convention: Whose rules hold where the reference implementations differ: `ours`,
-            `mesh_tensorflow`, `flaxformer`, or `switch` of transformers; see `Rules`.
+            `mesh_tensorflow`, `flaxformer`, `switch` of transformers, or `fairseq` of NLLB-MoE; see
+            `Rules`.
         capacity_factor: Slots of an expert relative to an even share of the group, in training.
             Larger drops fewer tokens and costs memory; None drops none.
         eval_capacity_factor: The same outside training.

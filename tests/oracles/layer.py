@@ -121,7 +121,10 @@ def route(layer, logits, probs, mask, token_ids, capacity):
             "token_choice": routing.token_choice,
             "batch_prioritized": routing.batch_prioritized,
         }[name]
-        return router(probs, mask, capacity, choices, policy, threshold, options.normalize_gates)
+        gates = options.normalize_gates
+        found = router(probs, mask, capacity, choices, policy, threshold, gates)
+        assert not (layer.training and options.token_dropout), "drawn, so no oracle knows it"
+        return routing.output_weights(found, options.normalize_accepted, 1 - options.token_dropout)
     if name == "switch":
         return routing.switch(probs, mask, capacity)
     if name == "bias_balanced":

@@ -28,14 +28,14 @@ class Routing:
 
 
 def capacity_of(num_tokens, num_experts, factor, least, rounding="floor"):
-    """Returns Mesh-TensorFlow's capacity in floating point, or Flaxformer's when rounding is
-    "round".
+    """Returns Mesh-TensorFlow's capacity in floating point, fairseq's when rounding is "ceil", or
+    Flaxformer's when it is "round".
     """
     share = num_tokens * factor / num_experts
-    slots = (
-        round(round(share, 9)) if rounding == "round" else min(num_tokens, math.floor(share + 1e-9))
-    )
-    return max(slots, least)
+    if rounding == "round":
+        return max(round(round(share, 9)), least)
+    slots = math.ceil(share - 1e-9) if rounding == "ceil" else math.floor(share + 1e-9)
+    return max(min(num_tokens, slots), least)
 
 
 # ---- the steps that routers share ----
@@ -103,6 +103,19 @@ def serve_choice_by_choice(
             for s in order[g]:
                 if mask[g][s] and choice_keeps(choice, gates[s][choice].item(), policy, threshold):
                     ask(routing, used, capacity, g, s, choice, gates[s][choice])
+    return routing
+
+
+def output_weights(routing, normalize_accepted, factor):
+    """Changes the weights of a routing: relative to their sum over a token's accepted choices if
+    there are several choices, and times `factor`.
+    """
+    for g, group in enumerate(routing.weight):
+        for s, weights in enumerate(group):
+            total = sum(weights)
+            if not normalize_accepted or len(weights) == 1 or not any(routing.accepted[g][s]):
+                total = 1.0
+            group[s] = [factor * weight / total for weight in weights]
     return routing
 
 

@@ -283,10 +283,10 @@ def test_statistics_count_the_first_example_with_a_fifth_padded_token():
     assert summary(counted) == pytest.approx(spread | means | shares | refused)
 
 
-def test_capacity_is_rounded_down_to_the_group_or_half_to_even_without_a_bound():
+def test_capacity_is_rounded_down_or_up_to_the_group_or_half_to_even_without_a_bound():
     # 13 tokens over 5 experts at 1.25: 3.25. 10 over 4 at 1.0: 2.5, half to even. 3 over 1 at 2.0:
     # 6, or the group, 3.
-    for rounding, expected in (("floor", [3, 2, 3]), ("round", [3, 2, 6])):
+    for rounding, expected in (("floor", [3, 2, 3]), ("ceil", [4, 3, 3]), ("round", [3, 2, 6])):
         cases = [(13, 5, 1.25), (10, 4, 1.0), (3, 1, 2.0)]
         assert [routers.capacity_of(*case, 0, rounding) for case in cases] == expected
     assert routers.capacity_of(14, 5, 1.25, 0, "round") == 4  # 3.5, half to even

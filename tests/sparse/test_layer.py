@@ -25,7 +25,12 @@ from tests.sparse.layers import build_layer
 
 # ---- every router and option against the loop over tokens ----
 
-GATES = {"normalize_gates": st.booleans()}
+NORMALIZED = {"normalize_gates": st.booleans()}
+GATES = {
+    **NORMALIZED,
+    "normalize_accepted": st.booleans(),
+    "token_dropout": st.sampled_from([0.0, 0.2]),
+}
 THRESHOLD = {"threshold": st.sampled_from([0.2, 0.45])}
 OPTIONS = {
     "token_choice all": {"policy": st.just("all"), **GATES},
@@ -38,7 +43,7 @@ OPTIONS = {
     "expert_choice tokens": {"softmax_over": st.just("tokens")},
     "no_token_left_behind": {"num_candidates": st.integers(1, 4)},
     "hash": {"seed": st.integers(0, 5)},
-    "bias_balanced": {"update_rate": st.sampled_from([0.05, 0.3]), **GATES},
+    "bias_balanced": {"update_rate": st.sampled_from([0.05, 0.3]), **NORMALIZED},
 }
 PADDING = ["no mask", "none", "left", "right", "scattered", "whole sequences", "everything"]
 
@@ -89,6 +94,8 @@ def router_options(router, case):
     if router == "switch" and not case["training"]:
         options["policy"] = "sample"  # evaluation takes the best expert under every policy
     if router in ("token_choice", "batch_prioritized"):
+        if case["training"]:
+            options["token_dropout"] = 0.0
         read, other = ("", "eval_") if case["training"] else ("eval_", "")
         options[f"{read}second_expert_policy"] = options.pop("policy")
         options[f"{other}second_expert_policy"] = "random"

@@ -1,5 +1,5 @@
-"""What single routers promise beside their plan: word embeddings, hashing, loss-free balancing,
-second chances.
+"""What single routers promise beside their plan: word embeddings, hashing, token dropout,
+loss-free balancing.
 
 Oracles are formulas written out here, and counts.
 """
@@ -9,6 +9,7 @@ import torch
 
 from moe.sparse.routers.hash_by_token import hash_expert
 from tests.oracles.routing import hash_by_murmur
+from tests.sparse.by_hand import assert_close
 from tests.sparse.layers import DROPLESS, build_layer
 
 # ---- hashing ----
@@ -23,6 +24,25 @@ def test_hashing_gives_a_word_the_same_expert_in_every_shape_and_release(seed):
     transposed = hash_expert(torch.tensor(words)[:6].reshape(2, 3).T, 17, seed).T
     assert transposed.flatten().tolist() == expected[:6]
     assert seed or expected[:5] == [9, 6, 2, 15, 14]  # a checkpoint relies on these for ever
+
+
+# ---- token dropout ----
+
+
+def test_token_dropout_zeroes_whole_tokens_in_training_and_scales_by_its_mean_after_it():
+    layer = build_layer(router_options={"token_dropout": 0.2}, **DROPLESS, num_selected_experts=1)
+    whole = build_layer(**DROPLESS, num_selected_experts=1)
+    x = torch.randn(7, 97, 7, dtype=torch.float64)
+    expected = whole(x)[0]
+    assert_close(layer(x)[0], 0.8 * expected)
+
+    y, output = layer.train()(x)
+    kept = y.abs().sum(dim=-1) > 0
+    assert 0.15 < 1 - kept.double().mean() < 0.25
+    assert_close(y, expected * kept[..., None])
+    assert output.stats.dropped_tokens == 0
+    again = layer(x)[0].abs().sum(dim=-1) > 0
+    assert not torch.equal(again, kept)
 
 
 # ---- loss-free balancing ----

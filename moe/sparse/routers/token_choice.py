@@ -30,6 +30,10 @@ class TokenChoiceOptions:
         eval_second_expert_threshold: The same outside training.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw, or
             the router would get no gradient from the task.
+        normalize_accepted: Whether the gates are divided by the sum of those that found a slot, so
+            that the only expert of a token that lost the others has weight 1.
+        token_dropout: Probability in training that a token's output is zero, which is not made up
+            for; outside training the output is multiplied by its complement.
     """
 
     second_expert_policy: Policy = "random"
@@ -37,24 +41,28 @@ class TokenChoiceOptions:
     second_expert_threshold: float = 0.2
     eval_second_expert_threshold: float = 0.2
     normalize_gates: bool = True
+    normalize_accepted: bool = False
+    token_dropout: float = 0.0
 
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when a value is out of range."""
         for name in ("second_expert_threshold", "eval_second_expert_threshold"):
             reason = "policy 'all' always uses every choice"
             check_number(name, getattr(self, name), above=0, reason=reason)
+        check_number("token_dropout", self.token_dropout, least=0, below=1)
 
 
 @ROUTERS.register("token_choice")
 class TokenChoiceRouter(Router):
     """Every token chooses its K best experts; see `TokenChoiceOptions`.
 
-    A choice that is dropped by the policy or by capacity is not compensated: the other gates stay
-    unchanged.
+    A choice that is dropped by the policy or by capacity is not compensated, unless
+    `normalize_accepted` is set: the other gates stay unchanged.
 
     Source:
         ST-MoE (arXiv:2202.08906) §3.4 and appendix G; Mesh-TensorFlow transformer/moe.py at
-        a32810e, `_top_n_gating`. Differs: eval_second_expert_policy, see there.
+        a32810e, `_top_n_gating`; token dropout: NLLB (arXiv:2207.04672) §6.2, expert output
+        masking. Differs: eval_second_expert_policy, see there.
     """
 
     Options: ClassVar[type[TokenChoiceOptions]] = TokenChoiceOptions
@@ -73,7 +81,7 @@ class TokenChoiceRouter(Router):
         requested = keep_choices(gates, policy, threshold) & token_mask[..., None]
 
         # Capacity: first choices before second ones, in the order of the sequence.
-        return self.plan_choices(
+        plan = self.plan_choices(
             expert_index,
             gates,
             requested,
@@ -81,6 +89,26 @@ class TokenChoiceRouter(Router):
             drop_tokens=drop_tokens,
             priority=self.priority(scores, token_mask),
         )
+        return plan._replace(combine_weight=self._output_weight(plan.combine_weight))
+
+    def combine_weight(self, scores: RouterScores, plan: DispatchPlan) -> Tensor:
+        """Returns the weights <float32>[G, S, K] of a plan's choices; see `Router.combine_weight`."""
+        return self._output_weight(super().combine_weight(scores, plan))
+
+    def _output_weight(self, gates: Tensor) -> Tensor:
+        """Returns the weights <float32>[G, S, K] of gates of that shape, 0 where not accepted."""
+        options = self.options
+        weight = gates
+        if options.normalize_accepted and gates.shape[-1] > 1:
+            total = gates.sum(dim=-1, keepdim=True)
+            weight = gates / total.clamp(min=torch.finfo(gates.dtype).eps)
+
+        # Unscaled in training, as in fairseq.
+        if options.token_dropout and self.training:
+            weight = weight * (torch.rand_like(weight[..., :1]) >= options.token_dropout)
+        elif options.token_dropout:
+            weight = weight * (1 - options.token_dropout)
+        return weight
 
     def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
         """Returns the probabilities <float32>[G, S, K], normalised where the options say so."""
