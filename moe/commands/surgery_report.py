@@ -20,9 +20,11 @@ from moe.inspection.tables import format_table
 from moe.models.adapter_files import find_base
 from moe.models.card import host_card, model_card, write_card
 from moe.models.configuration import STMoEConfig
+from moe.models.inputs import IGNORED_LABEL
 from moe.models.weight_files import find_weight_files
 from moe.parsing import to_json
 from moe.sparse.editing import LayerKey, sparse_layers
+from moe.tracing.examples import generated_batches
 from moe.tracing.recorder import TracedBatch, record_routing
 from moe.tracing.trace import LayerTrace, layer_name
 from moe.training.heldout_loss import token_losses
@@ -37,7 +39,7 @@ _ROUTING_HEADER = [
     "busiest expert (1.0: equal shares)",
 ]
 _CONFIDENCE = 0.95
-_ANSWER_TOKENS = 32
+_ANSWER_TOKENS = 32  # or twice the longest target
 
 
 class ReportTable(NamedTuple):
@@ -66,7 +68,7 @@ class Measured(NamedTuple):
     Attributes:
         losses: <float64>[N] summed cross-entropy of the targets of each example, in nats.
         counts: <float64>[N] number of its targets.
-        answers: <int64>[tokens] greedy answer to each example.
+        answers: <int64>[tokens] greedy answer to each example, up to its end.
         documents: Number of the document of each example.
         layers: Routing of every token, by sparse layer; empty for a dense model.
     """
@@ -91,16 +93,17 @@ def measure(model: Any, batches: Sequence[TracedBatch]) -> Measured:
     answers: list[Tensor] = []
     documents: list[int] = []
     model.eval()
-    for batch, batch_documents, _ in batches:
+    for traced in batches:
+        batch = traced.batch
         targets_per_example = (batch["labels"] != -100).sum(dim=1).tolist()
         of_targets = token_losses(model, batch).losses.split(targets_per_example)
         losses += [example.sum().item() for example in of_targets]
         counts += targets_per_example
-        documents += batch_documents
+        documents += traced.documents
 
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        options = {"max_new_tokens": _ANSWER_TOKENS, "do_sample": False, "num_beams": 1}
-        answers += model.generate(**inputs, **options).unbind()
+        max_tokens = max(_ANSWER_TOKENS, 2 * max(targets_per_example))
+        (answered,) = generated_batches(model, [traced], max_tokens=max_tokens)
+        answers += [row[row != IGNORED_LABEL] for row in answered.batch["labels"]]
 
     layers = {}
     if sparse_layers(model):
@@ -121,6 +124,7 @@ class Effects(NamedTuple):
         loss: Mean loss in nats of a target, before and after.
         loss_change: Change of the loss and its 95 % interval over documents, paired.
         changed_answers: Examples whose greedy answer changed, and their number.
+        length_ratio: Tokens of all greedy answers for each token of their targets, before and after.
         routing: For each layer that is sparse before and after its name as `layer`, the share of
             tokens whose `first_expert_changed`, and the shares of the accepted choices that went to
             each router row, `load_before` and `load_after`.
@@ -129,6 +133,7 @@ class Effects(NamedTuple):
     loss: tuple[float, float]
     loss_change: Estimate
     changed_answers: tuple[int, int]
+    length_ratio: tuple[float, float]
     routing: list[dict[str, Any]]
 
 
@@ -163,6 +168,8 @@ def write_report(
         rows.append(["loss (nats)", f"{before:.4f}", f"{after:.4f}"])
         rows.append(["its change, 95 % interval", "", str(effects.loss_change)])
         rows.append(["greedy answers that changed", "", f"{changed:,} of {number:,}"])
+        ratios = [f"{ratio:.3f}" for ratio in effects.length_ratio]
+        rows.append(["length of greedy answers / of targets", *ratios])
         routing = [_routing_row(change) for change in effects.routing]
     rows.append(["seconds", "", f"{seconds:.1f}"])
     all_tables = [ReportTable(_HEADER, rows), *tables]
@@ -236,8 +243,13 @@ def compare(before: Measured, after: Measured, origins: Mapping[LayerKey, Tensor
         loss=(float(before.losses.sum() / total), float(after.losses.sum() / total)),
         loss_change=loss_change,
         changed_answers=(num_changed, len(before.answers)),
+        length_ratio=(_num_tokens(before) / float(total), _num_tokens(after) / float(total)),
         routing=routing,
     )
+
+
+def _num_tokens(measured: Measured) -> int:
+    return sum(answer.numel() for answer in measured.answers)
 
 
 def _routing_change(

@@ -291,8 +291,9 @@ def generated_batches(
     for traced in batches:
         # Greedily, so that the same answer comes again.
         inputs = {name: value for name, value in traced.batch.items() if name != "labels"}
+        options = {"max_new_tokens": max_tokens, "do_sample": False, "num_beams": 1}
         with evaluation_mode(model):
-            answers = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+            answers = model.generate(**inputs, **options)
 
         # Only padding follows the first end token.
         labels = answers[:, 1:]  # [B, T]

@@ -58,3 +58,22 @@ def test_the_change_of_the_loss_is_that_of_the_means(model, batches):
     assert change.value == pytest.approx(after - before) and change.low < change.value < change.high
     assert effects.changed_answers[1] == len(tiny_batch()["input_ids"])
     assert model(**tiny_batch()).ce_loss.item() == pytest.approx(before, abs=1e-5)
+
+
+def test_answers_count_up_to_their_end_whatever_else_is_in_the_batch():
+    model = tiny_model(eval_capacity_factor=None)
+    batch = tiny_batch()
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    answers = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, 1:].tolist()
+    end = answers[1][3]
+    model.generation_config.eos_token_id = end
+    lengths = [answer.index(end) + 1 if end in answer else 32 for answer in answers]
+    assert len(set(lengths)) > 1
+
+    rows = [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(4)]
+    together = measure(model, list(traced_batches([batch])))
+    alone = measure(model, list(traced_batches(rows)))
+    effects = compare(together, alone, {})
+    ratio = sum(lengths) / int((batch["labels"] != -100).sum())
+    assert effects.changed_answers == (0, 4)
+    assert effects.length_ratio == pytest.approx((ratio, ratio))
