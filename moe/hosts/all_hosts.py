@@ -1,33 +1,17 @@
-"""Finds and registers every host: importing this file imports each file of records/.
+"""Finds hosts; importing this file registers those of records.py."""
 
-A new host is a new file there; nothing changes here.
-"""
-
-import importlib
-import pkgutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-import moe.hosts.records
 from moe.checkpoint.loading import HOST_CLASSES, find_class
 from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
+from moe.hosts import records  # noqa: F401  registers them
 from moe.hosts.model import HOSTS, SparseHost
 from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import sparse_layers
-
-for module in pkgutil.iter_modules(moe.hosts.records.__path__):
-    importlib.import_module(f"moe.hosts.records.{module.name}")
-
-for name in HOSTS.names():
-    model_class = HOSTS.get(name)
-    sparse_type = model_class.config_class.model_type
-    HOST_CLASSES.update({name: model_class.host.dense_class, sparse_type: model_class})
-    AutoConfig.register(sparse_type, model_class.config_class, exist_ok=True)
-    AutoModelForSeq2SeqLM.register(model_class.config_class, model_class, exist_ok=True)
 
 
 def find_host(model_type: Any) -> type[SparseHost]:

@@ -7,15 +7,14 @@ layer. Activation checkpointing repeats a block with the same arguments, so with
 
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from moe.checks import check_integer
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings
 from moe.sparse.config import SparseConfig
-from moe.sparse.editing import Stack
 from moe.sparse.integration import SparseFeedForwardAdapter
 
 
@@ -23,7 +22,8 @@ class LayerCall(NamedTuple):
     """Inputs of a sparse layer besides the hidden states.
 
     Attributes:
-        token_mask: <bool>[B, L] real tokens; None when all are.
+        token_mask: <bool>[B, L or more] real tokens, the last L those of this call; None when all
+            are.
         drop_tokens: Whether the capacity holds; it does not in decoding step by step.
     """
 
@@ -38,7 +38,10 @@ class HostFeedForward(SparseFeedForwardAdapter):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output <dtype of x>[B, L, D] for tokens <any float>[B, L, D]."""
-        return self.sparse(x, self.call.token_mask, drop_tokens=self.call.drop_tokens)[0]
+        # A mask of a decoder also has the tokens of earlier calls.
+        mask = self.call.token_mask
+        mask = None if mask is None else mask[:, -x.shape[1] :]
+        return self.sparse(x, mask, drop_tokens=self.call.drop_tokens)[0]
 
 
 class SparseBlock:
@@ -58,76 +61,67 @@ class SparseBlock:
 def sparse_block_class(block_class: type[nn.Module], feed_forward: str) -> type[nn.Module]:
     """Returns a subclass of a host's block that is a SparseBlock.
 
+    It has the same name, by which FSDP and `_no_split_modules` find blocks.
+
     Args:
         block_class: Class of the block.
         feed_forward: Name of the feed-forward in it.
     """
-    name = f"Sparse{block_class.__name__}"
-    return type(name, (SparseBlock, block_class), {"feed_forward": feed_forward})
+    return type(block_class.__name__, (SparseBlock, block_class), {"feed_forward": feed_forward})
 
 
 class Site(NamedTuple):
     """A feed-forward of a host that is sparse, or will be.
 
     Attributes:
-        name: Name of the block in the model.
-        stack: Its stack.
         block: The block.
         config: Settings of the sparse layer.
     """
 
-    name: str
-    stack: Stack
-    block: nn.Module
+    block: Any
     config: SparseConfig
 
 
-def sparse_sites(model: nn.Module, host: Host, settings: HostSettings) -> Iterator[Site]:
-    """Yields the places of the sparse layers, the encoder's first."""
-    stacks: tuple[Stack, ...] = ("encoder", "decoder")
-    for stack in stacks:
-        decoder = stack == "decoder"
-        place = host.stack(decoder=decoder)
-        for layer, number in enumerate(settings.blocks(decoder=decoder)):
-            of_host = cast(Any, model).config
-            config = settings.sparse_config(host, of_host, decoder=decoder, layer=layer)
-            name = f"{place.module}.{place.blocks}.{number}"
-            yield Site(name, stack, model.get_submodule(name), config)
+def sparse_sites(model: nn.Module, host: Host, settings: HostSettings) -> list[Site]:
+    """Returns the places of the sparse layers of a dense model, the encoder's first.
 
-
-def prepare_blocks(model: nn.Module, host: Host) -> set[str]:
-    """Lets stacks and blocks of a model pass on the calls of sparse layers.
-
-    Returns:
-        The names of the classes of the blocks.
+    Raises:
+        ConfigError: When the model has no such blocks, or a setting does not fit it.
     """
-    names: set[str] = set()
+    sites: list[Site] = []
     for decoder in (False, True):
-        stack = host.stack_module(model, decoder=decoder)
+        blocks = host.stack(model, decoder=decoder).layers
+        name = "decoder_blocks" if decoder else "encoder_blocks"
+        for layer, number in enumerate(settings.blocks(decoder=decoder)):
+            check_integer(name, number, least=0, most=len(blocks) - 1)
+            config = settings.sparse_config(host, model, decoder=decoder, layer=layer)
+            sites.append(Site(blocks[number], config))
+    return sites
+
+
+def prepare_blocks(model: nn.Module, host: Host) -> None:
+    """Lets stacks and blocks of a model pass on the calls of sparse layers."""
+    for decoder in (False, True):
+        stack = host.stack(model, decoder=decoder)
         give_call = functools.partial(_give_call, decoder=decoder)
         stack.register_forward_pre_hook(give_call, with_kwargs=True)
-        for block in getattr(stack, host.stack(decoder=decoder).blocks):
+        for block in stack.layers:
             block.__class__ = sparse_block_class(type(block), host.feed_forward)
-            names.add(type(block).__name__)
-    return names
 
 
 def _give_call(
-    stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, decoder: bool
+    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, decoder: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook of a stack: returns its arguments with the call of its sparse layers."""
     kwargs = dict(kwargs)
     routing_mask = kwargs.pop("decoder_routing_mask", None)
     inputs = inspect.signature(stack.forward).bind_partial(*args, **kwargs).arguments
-    mask = inputs.get("attention_mask")
 
-    # Positions of this call. A mask of all pairs of tokens does not say which are padding.
+    # A mask of all pairs of tokens does not say which are padding.
+    mask = inputs.get("attention_mask")
     token_mask = routing_mask if decoder else None
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        tokens = inputs.get("input_ids")
-        if tokens is None:
-            tokens = inputs["inputs_embeds"]
-        token_mask = mask[:, -tokens.shape[1] :].bool()
+        token_mask = mask.bool()
 
     # A cache means decoding.
     cached = bool(inputs.get("use_cache")) or inputs.get("past_key_values") is not None

@@ -1,11 +1,10 @@
 """Description of a host: where its feed-forward layers are, and what they compute."""
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, get_args
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from moe.checks import check_choice
 from moe.sparse.config import Activation
@@ -15,87 +14,60 @@ _OTHER_NAMES = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 
 
 @dataclass(frozen=True)
-class HostStack:
-    """Where a stack of blocks is.
-
-    Attributes:
-        module: Path of the stack in the model: its `forward` takes `attention_mask`, and hands
-            keyword arguments that it does not know to its blocks.
-        config: Path of the stack's configuration in that of the model.
-        blocks: Name of the list of blocks in the stack.
-    """
-
-    module: str
-    config: str
-    blocks: str = "layers"
-
-
-@dataclass(frozen=True)
 class Host:
     """Describes an encoder-decoder of transformers.
 
+    Its stacks have a list of blocks called `layers`, a `config`, a `forward` that takes
+    `attention_mask`, and hand keyword arguments that they do not know to their blocks. Paths of
+    modules that follow a block begin there.
+
     Attributes:
         dense_class: Its class with dense feed-forwards.
-        encoder: Where the encoder is.
-        decoder: Where the decoder is.
-        feed_forward: Name of the feed-forward in a block; it maps <any float>[B, L, D] to the same
-            shape.
-        first: Linear modules of the feed-forward that make hidden units: gate and up projection,
-            or one projection if the feed-forward has no gate.
-        down: Its linear module that leads back to D.
+        encoder: Path of the encoder in the model.
+        decoder: Path of the decoder.
+        feed_forward: The module that the sparse layer replaces; it is called with hidden states
+            <any float>[B, L, D].
+        first: Linear modules that make hidden units: gate and up projection, or one projection if
+            the feed-forward has no gate.
+        down: The linear module that leads back to D.
+        activation: Field of a stack's configuration with the name of the activation.
+        dropout: Field with the dropout on hidden units.
         norm_after: Norm in the block between the feed-forward and the residual sum, to which the
             scale of the feed-forward does not matter; None if there is none.
-        d_model: Field of a stack's configuration with the width of a token.
-        d_ff: Field with the number of hidden units.
-        activation: Field with the name of the activation.
-        dropout_rate: Field with the dropout on hidden units.
-        num_blocks: Field with the number of blocks.
+        auto_class: Auto class that finds the model.
     """
 
     dense_class: type[PreTrainedModel]
-    encoder: HostStack
-    decoder: HostStack
+    encoder: str
+    decoder: str
     feed_forward: str
     first: tuple[str, ...]
     down: str
-    norm_after: str | None
-    d_model: str = "hidden_size"
-    d_ff: str = "intermediate_size"
-    activation: str = "hidden_activation"
-    dropout_rate: str = "dropout_rate"
-    num_blocks: str = "num_hidden_layers"
+    activation: str
+    dropout: str
+    norm_after: str | None = None
+    auto_class: Any = AutoModelForSeq2SeqLM
 
-    def stack(self, *, decoder: bool) -> HostStack:
-        """Returns where one of the stacks is."""
-        return self.decoder if decoder else self.encoder
-
-    def stack_module(self, model: nn.Module, *, decoder: bool) -> nn.Module:
+    def stack(self, model: nn.Module, *, decoder: bool) -> Any:
         """Returns a stack of a model."""
-        return model.get_submodule(self.stack(decoder=decoder).module)
+        return model.get_submodule(self.decoder if decoder else self.encoder)
 
-    def stack_config(self, config: PreTrainedConfig, *, decoder: bool) -> Any:
-        """Returns the configuration of a stack."""
-        return attrgetter(self.stack(decoder=decoder).config)(config)
-
-    def count_blocks(self, config: PreTrainedConfig, *, decoder: bool) -> int:
-        """Returns the number of blocks of a stack."""
-        return getattr(self.stack_config(config, decoder=decoder), self.num_blocks)
-
-    def layer_fields(self, config: PreTrainedConfig, *, decoder: bool) -> dict[str, Any]:
-        """Returns the fields of SparseConfig that follow from the host.
+    def layer_fields(self, model: nn.Module, *, decoder: bool) -> dict[str, Any]:
+        """Returns the fields of SparseConfig that follow from a dense model.
 
         Raises:
             ConfigError: When the activation is one that experts do not have.
         """
-        stack = self.stack_config(config, decoder=decoder)
-        activation = getattr(stack, self.activation)
+        stack = self.stack(model, decoder=decoder)
+        activation = getattr(stack.config, self.activation)
         activation = _OTHER_NAMES.get(activation, activation)
         check_choice(self.activation, activation, get_args(Activation))
+        down = stack.layers[0].get_submodule(self.down)
         return {
-            "d_model": getattr(stack, self.d_model),
-            "d_ff": getattr(stack, self.d_ff),
+            "d_model": down.out_features,
+            "d_ff": down.in_features,
             "activation": activation,
             "gated": len(self.first) == 2,
             "decoder": decoder,
-            "expert_dropout_rate": float(getattr(stack, self.dropout_rate)),
+            "expert_dropout_rate": float(getattr(stack.config, self.dropout)),
         }

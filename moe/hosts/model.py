@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,18 +11,19 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
+from moe.checkpoint.loading import HOST_CLASSES
 from moe.convert.formats import open_checkpoint
 from moe.convert.host_weights import HOST_FORMATS
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import refuse_loss_of_a_rank, refuse_to_save
 from moe.errors import ConfigError
-from moe.hosts.blocks import HostFeedForward, Site, prepare_blocks, sparse_sites
+from moe.hosts.blocks import HostFeedForward, prepare_blocks, sparse_sites
 from moe.hosts.host import Host
-from moe.hosts.settings import HostSettings
+from moe.hosts.settings import HostSettings, SparseHostConfig
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import share_of_targets
@@ -103,9 +105,10 @@ class SparseHost:
                 fit the host.
         """
         settings = HostSettings.from_config(config)
-        settings.check_host(self.host, config)
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        for site in self.become_sparse(settings):
+        sites = sparse_sites(cast(Any, self), self.host, settings)
+        self.become_sparse(settings)
+        for site in sites:
             setattr(site.block, self.host.feed_forward, HostFeedForward(site.config))
 
     @classmethod
@@ -139,12 +142,10 @@ class SparseHost:
         refuse_to_save(self.mesh_config)
         cast(Any, super()).save_pretrained(*args, **kwargs)
 
-    def become_sparse(self, settings: HostSettings) -> list[Site]:
-        """Prepares the blocks of a host, and returns where its sparse layers belong."""
+    def become_sparse(self, settings: HostSettings) -> None:
+        """Lets the stacks and blocks of a host pass on the calls of sparse layers."""
         self.settings = settings
-        model = cast(Any, self)
-        model._no_split_modules = model._no_split_modules | prepare_blocks(model, self.host)
-        return list(sparse_sites(model, self.host, settings))
+        prepare_blocks(cast(Any, self), self.host)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -211,7 +212,7 @@ class SparseHost:
         for name in records:
             decoder = name == "decoder"
             if self.settings.blocks(decoder=decoder):
-                stack = self.host.stack_module(cast(nn.Module, self), decoder=decoder)
+                stack = self.host.stack(cast(Any, self), decoder=decoder)
                 records[name] = contexts.enter_context(collect_routers(stack))
         return records
 
@@ -272,3 +273,43 @@ def until_last_label(labels: Tensor) -> Tensor:
 
 HOSTS: Registry[type[SparseHost]] = Registry("host", base=SparseHost)
 """The classes with sparse layers, by the `model_type` of the dense host."""
+
+
+def register_host(record: Host) -> type[SparseHost]:
+    """Makes the class of a host with sparse layers, and registers it wherever models are loaded.
+
+    That class, `Sparse<name of the host's class>`, and that of its configuration become attributes
+    of the module that calls this. Their `model_type` is `sparse_<that of the host>`.
+
+    Raises:
+        ConfigError: When there is already a host of this `model_type`.
+    """
+    dense_class: Any = record.dense_class
+    dense_config: Any = dense_class.config_class
+    inference_keys = getattr(dense_config, "keys_to_ignore_at_inference", ())
+
+    class Config(SparseHostConfig, dense_config):
+        """The configuration of a host with `sparse_layers`, see HostSettings."""
+
+        model_type = f"sparse_{dense_config.model_type}"
+        keys_to_ignore_at_inference: ClassVar[list[str]] = [*inference_keys, *RECORDS]
+        sparse_layers: dict[str, Any] | None = None
+
+    class Model(SparseHost, dense_class):
+        """A host with sparse layers."""
+
+        config_class = Config
+        host = record
+
+    # As if they were written in the calling module, so that pickle finds them.
+    module = sys._getframe(1).f_globals
+    for made, dense in ((Config, dense_config), (Model, dense_class)):
+        made.__name__ = made.__qualname__ = f"Sparse{dense.__name__}"
+        made.__module__ = module["__name__"]
+        module[made.__name__] = made
+
+    HOSTS.add(dense_config.model_type, Model)
+    HOST_CLASSES.update({dense_config.model_type: dense_class, Config.model_type: Model})
+    AutoConfig.register(Config.model_type, Config)
+    record.auto_class.register(Config, Model)
+    return Model

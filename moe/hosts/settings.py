@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from moe.checks import check, check_choice, check_field_types, check_integer, check_number
@@ -79,6 +80,8 @@ class HostSettings:
                     "setting. Leave it out."
                 )
         _check_inputs(self.layer)
+        sparse = self.encoder_blocks + self.decoder_blocks
+        check(bool(sparse), "The sparse blocks of the host", sparse, "at least one in either stack")
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> "HostSettings":
@@ -96,14 +99,12 @@ class HostSettings:
             raise ConfigError(f"sparse_layers of config.json cannot be read: {error}") from error
 
     @classmethod
-    def from_upcycling(
-        cls, host: Host, config: PreTrainedConfig, upcycling: Upcycling
-    ) -> "HostSettings":
+    def from_upcycling(cls, host: Host, model: nn.Module, upcycling: Upcycling) -> "HostSettings":
         """Returns the settings of an upcycled host; those that are not given lose nothing.
 
         Args:
             host: The host.
-            config: Its configuration.
+            model: A dense model of it.
             upcycling: Its `fields` are fields of SparseConfig, or of this class.
 
         Raises:
@@ -121,17 +122,15 @@ class HostSettings:
         layer = {**exact, **given}
         layer["router_options"] = upcycling.router_options(layer["router"], "router_options")
         G = upcycling.granularity
-        settings = cls(
-            encoder_blocks=_sparse_blocks(host, config, upcycling, decoder=False),
-            decoder_blocks=_sparse_blocks(host, config, upcycling, decoder=True),
+        return cls(
+            encoder_blocks=_sparse_blocks(host, model, upcycling, decoder=False),
+            decoder_blocks=_sparse_blocks(host, model, upcycling, decoder=True),
             num_experts=G * upcycling.num_experts,
             num_selected_experts=G * upcycling.num_selected_experts,
             granularity=G,
             layer=layer,
             **losses,
         )
-        settings.check_host(host, config)
-        return settings
 
     @property
     def rules(self) -> Rules:
@@ -148,20 +147,20 @@ class HostSettings:
         return numbers or (self.num_experts,) * len(self.blocks(decoder=decoder))
 
     def sparse_config(
-        self, host: Host, config: PreTrainedConfig, *, decoder: bool, layer: int = 0
+        self, host: Host, model: nn.Module, *, decoder: bool, layer: int = 0
     ) -> SparseConfig:
         """Returns the settings of one sparse layer; layers of a stack differ only in their experts.
 
         Args:
             host: The host.
-            config: Its configuration.
+            model: A dense model of it.
             decoder: Whether the layer is in the decoder.
             layer: Number of the layer among the sparse layers of its stack, from 0.
 
         Raises:
             ConfigError: When `granularity` does not divide the width, or a setting is invalid.
         """
-        host_fields = host.layer_fields(config, decoder=decoder)
+        host_fields = host.layer_fields(model, decoder=decoder)
         d_ff = host_fields["d_ff"]
         if d_ff % self.granularity:
             raise ConfigError(
@@ -177,21 +176,6 @@ class HostSettings:
                 **self.layer,
             }
         )
-
-    def check_host(self, host: Host, config: PreTrainedConfig) -> None:
-        """Raises a ConfigError when the host has no such blocks, or its layers cannot be built."""
-        check(
-            bool(self.encoder_blocks or self.decoder_blocks),
-            "The sparse blocks of the host",
-            (),
-            "at least one block of the encoder or the decoder",
-        )
-        for decoder in (False, True):
-            name = "decoder_blocks" if decoder else "encoder_blocks"
-            most = host.count_blocks(config, decoder=decoder) - 1
-            for layer, block in enumerate(self.blocks(decoder=decoder)):
-                check_integer(name, block, least=0, most=most)
-                self.sparse_config(host, config, decoder=decoder, layer=layer)
 
 
 class SparseHostConfig:
@@ -259,14 +243,14 @@ def _check_inputs(layer: Mapping[str, Any]) -> None:
 
 
 def _sparse_blocks(
-    host: Host, config: PreTrainedConfig, upcycling: Upcycling, *, decoder: bool
+    host: Host, model: nn.Module, upcycling: Upcycling, *, decoder: bool
 ) -> tuple[int, ...]:
     """Returns the last block of each equal stretch of a stack.
 
     Raises:
         ConfigError: When the number of sparse layers does not divide that of the blocks.
     """
-    num_blocks = host.count_blocks(config, decoder=decoder)
+    num_blocks = len(host.stack(model, decoder=decoder).layers)
     name = "num_sparse_decoder_layers" if decoder else "num_sparse_encoder_layers"
     num_sparse = getattr(upcycling, name)
     if num_sparse is None:

@@ -13,7 +13,7 @@ from moe.checkpoint.loading import load_model
 from moe.convert.formats import find_tokenizer_files
 from moe.errors import ConfigError
 from moe.hosts.all_hosts import find_host
-from moe.hosts.blocks import HostFeedForward, Site
+from moe.hosts.blocks import HostFeedForward, Site, sparse_sites
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings
 from moe.models.transformers_private import find_file
@@ -35,7 +35,7 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
         model.save_pretrained("sparse")  # load_model("sparse") in another process
 
     Args:
-        model: An instance of a class that a record in moe/hosts/records names.
+        model: An instance of a class that a record in moe/hosts/records.py names.
         upcycling: The settings; `fields` are of SparseConfig, or the weights of the losses in
             HostSettings.
 
@@ -49,16 +49,18 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
             f"upcycle_host got a {type(model).__name__}; expected a {host.dense_class.__name__}, "
             "whole and without adapters."
         )
-    settings = HostSettings.from_upcycling(host, model.config, upcycling)
+    settings = HostSettings.from_upcycling(host, model, upcycling)
+    sites = sparse_sites(model, host, settings)
 
     # The same object, with everything that it has besides the feed-forwards.
     sparse = cast(Any, model)
     sparse.config.__class__ = sparse_class.config_class
     sparse.config.sparse_layers = asdict(settings)
     sparse.__class__ = sparse_class
+    sparse.become_sparse(settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(upcycling.seed)
-        for site in sparse.become_sparse(settings):
+        for site in sites:
             _make_sparse(site, host, upcycling)
     return sparse
 
@@ -66,9 +68,8 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
 @torch.no_grad()
 def _make_sparse(site: Site, host: Host, upcycling: Upcycling) -> None:
     """Puts a sparse layer of copies where a block has its dense layer."""
-    dense = getattr(site.block, host.feed_forward)
-    down = dense.get_submodule(host.down).weight.detach()  # [D, F]
-    first = [dense.get_submodule(name).weight.detach() for name in host.first]  # [F, D] each
+    down = site.block.get_submodule(host.down).weight  # [D, F]
+    first = [site.block.get_submodule(name).weight for name in host.first]  # [F, D] each
     with torch.device("meta"):
         feed_forward = HostFeedForward(site.config)
     experts = cast(Any, feed_forward.sparse).experts
@@ -91,7 +92,7 @@ def _make_sparse(site: Site, host: Host, upcycling: Upcycling) -> None:
 
     router = draw_router(site.config, upcycling)
     cast(Any, feed_forward.sparse).router = router.to(down)
-    feed_forward.train(dense.training)
+    feed_forward.train(site.block.training)
     setattr(site.block, host.feed_forward, feed_forward)
 
 
@@ -112,8 +113,8 @@ def upcycle_host_folder(
     """
     # Settings that do not fit are refused before the weights are read.
     config = AutoConfig.from_pretrained(source, **download)
-    host = find_host(config.model_type).host
-    HostSettings.from_upcycling(host, config, upcycling)
+    with torch.device("meta"):
+        upcycle_host(find_host(config.model_type).host.dense_class(config), upcycling)
     model = load_model(source, **download)
     upcycle_host(model, upcycling).save_pretrained(folder)
     write_weight_sums(folder)

@@ -1,4 +1,4 @@
-"""What every host must do, whichever files are in moe/hosts/records.
+"""What every host must do, whichever records are in moe/hosts/records.py.
 
 The oracle is the dense host: with copied experts whose gates sum to 1, its twin computes the same.
 """

@@ -128,7 +128,7 @@ def plain_fsdp(name, rank):
     batch = tiny_batch()
     oracle, model = build(name), build(name)
     oracle(**batch, num_items_in_batch=31).loss.backward()
-    for stack in (model.host.stack_module(model, decoder=decoder) for decoder in (False, True)):
+    for stack in (model.host.stack(model, decoder=decoder) for decoder in (False, True)):
         for block in stack.layers:
             fully_shard(block)
     fully_shard(model)
