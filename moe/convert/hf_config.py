@@ -107,22 +107,9 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
                 "class."
             )
 
-    # JSON has one kind of number, but their classes accept no integer for a float.
     hf_class = FAMILIES[family]
     model_fields = {*vars(hf_class()), "is_gated_act", "num_selected_experts", "router_type"}
-    read: dict[str, Any] = {}
-    try:
-        for name in model_fields & raw.keys():
-            read[name] = raw[name]
-            field = hf_class.__dataclass_fields__.get(name)
-            if field is not None and field.type is float and is_kind(raw[name], int):
-                read[name] = float(raw[name])
-        hf_config = hf_class.from_dict(read)
-    except Exception as failure:
-        reason = shorten(str(failure.__cause__ or failure), 500, placeholder=" ...")
-        raise ConfigError(
-            f"transformers cannot read config.json of type {family!r}: {reason}"
-        ) from failure
+    hf_config = read_hf_config(hf_class, {name: raw[name] for name in model_fields & raw.keys()})
 
     # The backbone.
     fields = {name: getattr(hf_config, name) for name in _SAME_FIELDS}
@@ -162,6 +149,26 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if family == "switch_transformers":
         fields |= _sparse_fields(hf_config)
     return fields
+
+
+def read_hf_config(hf_class: type[Any], raw: Mapping[str, Any]) -> Any:
+    """Returns fields of a config.json as a class of transformers reads them, with its defaults.
+
+    Raises:
+        ConfigError: When it cannot read them.
+    """
+    # JSON has one kind of number, but their classes accept no integer for a float.
+    read = dict(raw)
+    try:
+        for name, field in hf_class.__dataclass_fields__.items():
+            if field.type is float and is_kind(read.get(name), int):
+                read[name] = float(read[name])
+        return hf_class.from_dict(read)
+    except Exception as failure:
+        reason = shorten(str(failure.__cause__ or failure), 500, placeholder=" ...")
+        raise ConfigError(
+            f"transformers cannot read config.json of type {hf_class.model_type!r}: {reason}"
+        ) from failure
 
 
 def _feed_forward_proj(hf_config: Any) -> str:
