@@ -5,7 +5,7 @@ Sources are transformers' T5 and Switch, T5X and ours; formats are ours and tran
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -100,13 +100,13 @@ def open_checkpoint(
         config = config.replaced(**settings, expert_quantization=None)
     else:
         check(not settings, f"Settings of a {model_type}", settings, "none: it is no sparse model")
-    if model_type in HOST_CLASSES:
-        return open_host(source, model_type, config, **download)
     base = find_base(source, **download)
     if base is not None:
         checkpoint = open_checkpoint(base, dequantize=True)
         return merge_adapters(checkpoint._replace(config=config), source, **download)
 
+    if model_type in HOST_CLASSES:
+        return open_host(source, model_type, config, **download)
     if find_format(raw_config) is not None:
         return open_hf_checkpoint(source, raw_config, config, **download)
 
@@ -163,7 +163,7 @@ def convert_checkpoint(
     max_shard_size: int | str = "5GB",
     **settings: Any,
 ) -> ConversionReport:
-    """Writes a checkpoint in another format; holds one tensor in memory at a time.
+    """Writes a checkpoint in another format; holds one tensor, or one expert, in memory at a time.
 
     Quantized weights are dequantized, and adapters are merged into the weights of their base model.
 
@@ -206,7 +206,7 @@ def rewrite_checkpoint(
     folder: Path,
     change: Callable[[ConvertedCheckpoint], ConvertedCheckpoint],
     **download: Any,
-) -> STMoEConfig:
+) -> Any:
     """Writes a changed model in our format; holds one tensor in memory at a time.
 
     Args:
@@ -326,7 +326,10 @@ def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     def read() -> Tensor:
         return weight.read().to(dtype)
 
-    return LazyTensor(weight.shape, dtype, read)
+    def read_each() -> Iterator[Tensor]:
+        return (expert.to(dtype) for expert in weight)
+
+    return LazyTensor(weight.shape, dtype, read, read_each=read_each)
 
 
 def write_weights(
@@ -336,7 +339,7 @@ def write_weights(
     *,
     source: Path | str,
 ) -> None:
-    """Writes weights as `save_pretrained` does, reading them one after the other.
+    """Writes weights as `save_pretrained` does, reading them one after the other, and expert by expert.
 
     Args:
         folder: Target folder.
@@ -351,10 +354,15 @@ def write_weights(
     empty = {name: weight.empty() for name, weight in weights.items()}
     places = begin_weights(folder, empty, max_shard_size)
     for name, weight in tqdm(weights.items(), desc="Converting", unit="tensor"):
-        tensor = weight.read()
-        assert tensor.shape == weight.shape, f"{name} is {tensor.shape}, not {weight.shape}"
-        check_finite(name, tensor, source)
-        write_tensor(tensor, places[name])
+        path, start = places[name]
+        for tensor in weight if len(weight.shape) == 3 else [weight.read()]:
+            check_finite(name, tensor, source)
+            write_tensor(tensor, (path, start))
+            start += tensor.nbytes
+        size = start - places[name][1]
+        assert size == weight.empty().nbytes, (
+            f"{name} has {size} bytes, not those of {weight.shape}"
+        )
 
 
 # ---------------------------------------------------------------------------
@@ -388,7 +396,7 @@ class _Splits(Protocol):
         """Our name."""
         ...
 
-    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+    def split(self, tensor: Tensor | LazyTensor) -> dict[str, Tensor]:
         """Returns the parts <any>[...] of the weight <any>[...] by name."""
         ...
 
@@ -404,7 +412,7 @@ class _WeightSplitter:
         if name not in self._parts:
             # Free the last weight before reading the next.
             self._parts = {}
-            self._parts = mapping.split(weight.read())
+            self._parts = mapping.split(weight)
         return self._parts[name]
 
 

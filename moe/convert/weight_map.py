@@ -46,9 +46,9 @@ class WeightMapping(NamedTuple):
             piece.copy_(part)
         return joined
 
-    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+    def split(self, tensor: Tensor | LazyTensor) -> dict[str, Tensor]:
         """Returns the parts by name as views of our tensor <any>[...]."""
-        return dict(zip(self.parts, self.pieces(tensor), strict=True))
+        return dict(zip(self.parts, self.pieces(tensor[...]), strict=True))
 
     def pieces(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yields the views <any>[...] of our tensor that are its parts, in their order."""
@@ -245,7 +245,10 @@ def _join_parts(
 
     shape = tuple(expected.shape)
     dtype = parts[0].dtype
-    return LazyTensor(shape, dtype, partial(_read_and_join, mapping, parts, shape, dtype))
+    read = partial(_read_and_join, mapping, parts, shape, dtype)
+    return LazyTensor(
+        shape, dtype, read, read_each=partial(_join_each, mapping, parts, shape, dtype)
+    )
 
 
 def _read_and_join(
@@ -253,6 +256,20 @@ def _read_and_join(
 ) -> Tensor:
     """Returns our weight <dtype>[...], reading its parts one at a time."""
     return mapping.join((part.read() for part in parts), shape, dtype)
+
+
+def _join_each(
+    mapping: WeightMapping, parts: list[LazyTensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yields each expert <dtype>[...] of our stacked weight, whose parts are single or stacked, too."""
+    parts_per_expert = len(parts) // max(mapping.num_experts, 1)
+    of_expert = mapping._replace(parts=mapping.parts[:parts_per_expert], num_experts=0)
+    stacks = [] if mapping.num_experts else [iter(part) for part in parts]
+    for number in range(shape[0]):
+        start = number * parts_per_expert
+        single = parts[start : start + parts_per_expert]
+        pieces = [next(stack) for stack in stacks] or [part.read() for part in single]
+        yield of_expert.join(pieces, shape[1:], dtype)
 
 
 def are_equal(a: LazyTensor, b: LazyTensor) -> bool:

@@ -28,7 +28,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import share_of_targets
 from moe.models.outputs import RouterRecords
-from moe.models.pretrained import DOWNLOAD, DTYPES
+from moe.models.pretrained import DOWNLOAD, DTYPES, StoredWeights, freeze_quantized_experts
 from moe.models.transformers_private import load_generation_config
 from moe.registry import Registry
 from moe.sparse.editing import Stack
@@ -62,7 +62,7 @@ RECORDS = list(SparseHostOutput.__annotations__)
 """Fields of the output that a host does not have."""
 
 
-class SparseHost:
+class SparseHost(StoredWeights):
     """Put before a host's class, it makes a class of that host with sparse layers.
 
     `from_pretrained`, `save_pretrained`, `generate` and everything else are the host's. Its
@@ -121,7 +121,12 @@ class SparseHost:
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         raw_config = STMoEConfig.read_raw(source, **download) if source else {}
         if not source or raw_config.get("model_type") not in HOST_FORMATS:
-            return load(source, *args, **kwargs)
+            result = load(source, *args, **kwargs)
+            model = result[0] if isinstance(result, tuple) else result
+            freeze_quantized_experts(
+                model, None if model.config.expert_quantization is None else source
+            )
+            return result
 
         weights = open_checkpoint(source, **download)
         weights.report.refuse_unexplained()

@@ -108,7 +108,41 @@ _MODULES_WITH_WEIGHTS = (Experts, Projection, RelativePositionBias, RMSNorm, Rou
 _ALIGNMENT = 64  # bytes
 
 
-class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
+class StoredWeights:
+    """Put before a class of transformers, it loads and saves weights that are stored quantized."""
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any,
+        state_dict: Any,
+        checkpoint_files: Any,
+        load_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Loads weights by name, or from files; every loading of transformers comes through here.
+
+        Raises:
+            CheckpointError: When a file is missing, torn, or outside of the folder.
+        """
+        if state_dict is None:
+            paths = [Path(file) for file in checkpoint_files or ()]
+            check_files(load_config.pretrained_model_name_or_path, paths)
+            stored = open_weights(paths)
+            if any(weight.read_quantized is not None for weight in stored.values()):
+                keeps = model.config.expert_quantization is not None
+                state_dict = keep_quantized_experts(stored) if keeps else stored
+
+        load = PreTrainedModel._load_pretrained_model
+        return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    def gather_sharded_state_dict_for_save(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Returns the tensors that `save_pretrained` writes, by name."""
+        state = cast(Any, super()).gather_sharded_state_dict_for_save(*args, **kwargs)
+        return state if cast(Any, self).config.expert_quantization is None else stored_state(state)
+
+
+class STMoEPreTrainedModel(PrivateModelHooks, StoredWeights, PreTrainedModel):
     """Loading, saving and initialisation shared by the models.
 
     Attributes:
@@ -162,31 +196,6 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         """Returns the contexts in which `from_pretrained` builds a model and a quantizer replaces its modules."""
         contexts: list[Any] = super().get_init_context(dtype, is_quantized, *args, **kwargs)
         return [*contexts, plain_projections()] if is_quantized else contexts
-
-    @staticmethod
-    def _load_pretrained_model(
-        model: Any,
-        state_dict: Any,
-        checkpoint_files: Any,
-        load_config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Loads weights by name, or from files; every loading of transformers comes through here.
-
-        Raises:
-            CheckpointError: When a file is missing, torn, or outside of the folder.
-        """
-        if state_dict is None:
-            paths = [Path(file) for file in checkpoint_files or ()]
-            check_files(load_config.pretrained_model_name_or_path, paths)
-            stored = open_weights(paths)
-            if any(weight.read_quantized is not None for weight in stored.values()):
-                keeps = model.config.expert_quantization is not None
-                state_dict = keep_quantized_experts(stored) if keeps else stored
-
-        load = PreTrainedModel._load_pretrained_model
-        return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -371,11 +380,6 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             write_card(folder, text)
         elif is_writer and getattr(self, "hf_quantizer", None) is None:
             self.config.save_pretrained(folder)  # a folder of adapters keeps its settings
-
-    def gather_sharded_state_dict_for_save(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Returns the tensors that `save_pretrained` writes, by name."""
-        state = super().gather_sharded_state_dict_for_save(*args, **kwargs)
-        return state if self.config.expert_quantization is None else stored_state(state)
 
     def push_to_hub(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, repo_id: str, *, card: Mapping[str, Any] | None = None, **kwargs: Any

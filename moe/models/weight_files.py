@@ -85,10 +85,11 @@ class LazyTensor:
     """A tensor <any>[...] of known shape and dtype whose numbers are read when it is indexed.
 
     It has what transformers needs of the values of a state dict: `dtype`, `is_floating_point` and
-    `[...]`.
+    `[...]`. Iterating over the stacked weights of experts reads one expert at a time.
 
     Attributes:
         read_quantized: Reads it as a QuantizedWeight; None for a weight that is stored as it is.
+        read_each: Yields the tensors [...] along its first dimension; None for those of `read`.
     """
 
     def __init__(
@@ -97,11 +98,13 @@ class LazyTensor:
         dtype: torch.dtype,
         read: Callable[[], Tensor],
         read_quantized: Callable[[], QuantizedWeight] | None = None,
+        read_each: Callable[[], Iterator[Tensor]] | None = None,
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.read = read
         self.read_quantized = read_quantized
+        self.read_each = read_each
 
     def is_floating_point(self) -> bool:
         """Returns whether its numbers are."""
@@ -109,6 +112,9 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.read()[index]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.read()) if self.read_each is None else self.read_each()
 
     def empty(self) -> Tensor:
         """Returns a tensor <any>[...] of the same shape and dtype without memory."""
@@ -230,7 +236,8 @@ def _join_parts(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         parts = [part for part in (codes, scale, zero) if part is not None]
         read_quantized = partial(_read_parts, parts)
         read = partial(_read_dequantized, read_quantized)
-        weights[name] = LazyTensor(shape, scale.dtype, read, read_quantized)
+        read_each = partial(_dequantize_each, parts)
+        weights[name] = LazyTensor(shape, scale.dtype, read, read_quantized, read_each)
     return weights
 
 
@@ -241,6 +248,11 @@ def _read_parts(parts: Iterable[LazyTensor]) -> QuantizedWeight:
 
 def _read_dequantized(read: Callable[[], QuantizedWeight]) -> Tensor:
     return read().dequantize()
+
+
+def _dequantize_each(parts: Iterable[LazyTensor]) -> Iterator[Tensor]:
+    for parts_of_expert in zip(*parts, strict=True):
+        yield QuantizedWeight(*parts_of_expert).dequantize()
 
 
 def keep_quantized_experts(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

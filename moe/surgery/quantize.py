@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from moe.convert.formats import rewrite_checkpoint, split_weights
 from moe.convert.weight_map import ConvertedCheckpoint
 from moe.errors import ConfigError
-from moe.kernels.quantized_weight import Quantization, quantize
-from moe.models.configuration import STMoEConfig
-from moe.models.weight_files import stored_parts
+from moe.kernels.quantized_weight import Quantization, quantize, quantize_experts
+from moe.models.weight_files import LazyTensor, stored_parts
 
 _EXPERTS = re.compile(r"\.experts\.\w+_proj$")
-_MATRICES = re.compile(r"(_proj|_proj\.weight|embed_tokens\.weight|lm_head\.weight)$")
+_MATRICES = re.compile(r"(_proj|(_proj|embed_tokens|lm_head|shared|\.fc[12])\.weight)$")
 
 
 def quantize_checkpoint(
@@ -30,11 +30,11 @@ def quantize_checkpoint(
     *,
     whole: bool = False,
     **download: Any,
-) -> STMoEConfig:
-    """Writes a model with its experts quantized; holds one float tensor in memory at a time.
+) -> PreTrainedConfig:
+    """Writes a model with its experts quantized; holds one float tensor or expert in memory at a time.
 
     Args:
-        source: A folder of a model of ours or of transformers' Switch, or a name of the hub.
+        source: A folder of a model of ours, a sparse host or a Switch, or a name of the hub.
         folder: Exists, and is empty.
         quantization: The bits, and in 4 bits the size of a group.
         whole: Whether embeddings, attention and dense layers are stored in 8 bits, too, and all of
@@ -62,12 +62,16 @@ def quantize_weights(
 ) -> ConvertedCheckpoint:
     """Returns the weights quantized, each of which is computed when it is read."""
     config = checkpoint.config
+    has_experts = any(_EXPERTS.search(name) for name in checkpoint.weights)
+    is_readable = hasattr(
+        config, "expert_quantization"
+    )  # by its class; those of dense hosts read floats
+    if not has_experts and not (whole and is_readable):
+        raise ConfigError(
+            "The model has no experts to quantize. Make it sparse first (stmoe upcycle), or, if it is one of ours, "
+            "store all of it in 8 bits (--all)."
+        )
     if not whole:
-        if not config.num_experts:
-            raise ConfigError(
-                "The model has no experts to quantize: num_experts is 0. Make it sparse first (stmoe "
-                "upcycle), or store all of it in 8 bits (--all)."
-            )
         fields = {
             name: value for name, value in quantization._asdict().items() if value is not None
         }
@@ -90,8 +94,10 @@ class _QuantizedParts(NamedTuple):
     name: str
     quantization: Quantization | None
 
-    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+    def split(self, tensor: Tensor | LazyTensor) -> dict[str, Tensor]:
         """Returns the tensors <any>[...] that are stored for the weight <any>[...], by name."""
-        if self.quantization is not None:
-            tensor = quantize(tensor, self.quantization)
-        return stored_parts(self.name, tensor)
+        if self.quantization is None:
+            return {self.name: tensor[...]}
+        if len(tensor.shape) == 3:
+            return stored_parts(self.name, quantize_experts(tensor, self.quantization))
+        return stored_parts(self.name, quantize(tensor[...], self.quantization))

@@ -1,5 +1,6 @@
 """Checkpoints of hosts read tensor by tensor: converted, quantized, mapped and planned."""
 
+import filecmp
 import json
 
 import pytest
@@ -8,10 +9,15 @@ import torch
 from moe import CheckpointError, ConfigError
 from moe.checkpoint.loading import HOST_CLASSES, empty_model, load_model
 from moe.commands import convert as convert_command
+from moe.commands import quantize as quantize_command
 from moe.convert.formats import convert_checkpoint
 from moe.convert.host_weights import HOST_FORMATS, HostFormat
 from moe.convert.weight_map import WeightMapping
+from moe.kernels.quantized_weight import Quantization, QuantizedWeight
+from moe.sparse.editing import sparse_layers
+from moe.surgery.quantize import quantize_checkpoint
 from tests.hosts.tiny_hosts import TINY, dense_host, sparse_host
+from tests.largest_tensor import LargestFloats
 
 
 @pytest.fixture
@@ -58,6 +64,11 @@ each_host = pytest.mark.parametrize("name", sorted(TINY))
 def convert(source, target, **settings):
     target.mkdir()
     return convert_checkpoint(source, target, **settings)
+
+
+def experts_of(model):
+    layers = sparse_layers(model).values()
+    return [weight for layer in layers for weight in layer.experts.parameters()]
 
 
 def assert_same_weights(one, other, dtype=torch.float32):
@@ -136,3 +147,52 @@ def test_hosts_have_neither_the_format_nor_the_settings_of_others(tmp_path):
     assert model.settings.layer["eval_capacity_factor"] == 3
     with pytest.raises(ConfigError, match="num_expert"):
         convert(tmp_path / "sparse", tmp_path / "no", num_expert=3)
+
+
+@each_host
+@pytest.mark.parametrize("options", [["--bits", 8], ["--bits", 4, "--group-size", 2], ["--all"]])
+def test_a_quantized_host_computes_as_its_dequantized_one(name, options, tmp_path, capsys):
+    model = sparse_host(name, differ=True)
+    model.save_pretrained(tmp_path / "float", max_shard_size="10KB")
+    arguments = ["--from", tmp_path / "float", "--to", tmp_path / "small", *options]
+    quantize_command.main([str(argument) for argument in arguments])
+    convert(tmp_path / "small", tmp_path / "dequantized")
+    small, plain = load_model(tmp_path / "small"), load_model(tmp_path / "dequantized")
+    experts = [weight for weight in small.parameters() if isinstance(weight, QuantizedWeight)]
+    assert len(experts) == (0 if options == ["--all"] else 4)
+    assert not any(weight.requires_grad for weight in experts)
+
+    batch = {"input_ids": torch.arange(4, 30)[None], "labels": torch.arange(5, 18)[None]}
+    logits = [each(**batch).logits for each in (model, plain, small)]
+    torch.testing.assert_close(logits[2], logits[1], rtol=1e-5, atol=1e-5)
+    assert 0 < (logits[1] - logits[0]).norm() < 0.2 * logits[0].norm()
+    small.save_pretrained(tmp_path / "again")
+    assert torch.equal(load_model(tmp_path / "again")(**batch).logits, logits[2])
+    inputs = batch["input_ids"]
+    answers = [each.generate(inputs, max_new_tokens=7) for each in (small, plain)]
+    assert torch.equal(*answers)
+
+
+def test_a_library_is_quantized_as_it_is_converted_with_one_float_expert_in_memory(
+    library, tmp_path
+):
+    folder, model = library
+    (tmp_path / "eight").mkdir()
+    with LargestFloats() as largest:
+        quantize_checkpoint(folder, tmp_path / "eight", Quantization(8))
+    assert largest.numel < max(weight.numel() for weight in experts_of(model))
+    convert(folder, tmp_path / "float")
+    (tmp_path / "two").mkdir()
+    quantize_checkpoint(tmp_path / "float", tmp_path / "two", Quantization(8))
+    files = [tmp_path / name / "model.safetensors" for name in ("eight", "two")]
+    assert filecmp.cmp(*files, shallow=False)
+
+
+def test_a_dense_host_has_nothing_to_quantize(tmp_path):
+    dense_host("t5gemma").save_pretrained(tmp_path / "host")
+    for options in ([], ["--all"]):
+        with pytest.raises(ConfigError, match="no experts to quantize"):
+            quantize_command.main(
+                ["--from", str(tmp_path / "host"), "--to", str(tmp_path / "out"), *options]
+            )
+    assert not (tmp_path / "out").exists()
