@@ -15,7 +15,7 @@ from moe.checkpoint.sharded_weights import stored_tensors
 from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor, describe_misfits, describe_reshaped, first_names
-from moe.sparse.editing import LayerKey
+from moe.sparse.editing import LayerKey, sparse_layers
 
 
 class WeightMapping(NamedTuple):
@@ -87,16 +87,17 @@ def stacks_of(config: STMoEConfig) -> tuple[Stack, Stack]:
     )
 
 
-def sparse_blocks(config: STMoEConfig) -> dict[str, LayerKey]:
-    """Returns the sparse layers by the prefix of the names of their block, the encoder's first."""
+def sparse_blocks(config: PreTrainedConfig) -> dict[str, LayerKey]:
+    """Returns the sparse layers of a model of ours or a host, the encoder's first.
+
+    The prefix is that of the module which holds the layer: in ours a block, in a host its feed-forward.
+    """
+    model = empty_model(config)
+    names = {module: name for name, module in model.named_modules()}
     keys: dict[str, LayerKey] = {}
-    for stack in stacks_of(config):
-        number = 0
-        for block in range(stack.num_blocks):
-            if config.is_sparse_block(block, decoder=stack.decoder):
-                prefix = f"{stack.name}.blocks.{block}."
-                keys[prefix] = ("decoder" if stack.decoder else "encoder", number)
-                number += 1
+    for key, layer in sparse_layers(model).items():
+        parent, _, _ = names[layer].rpartition(".")
+        keys[f"{parent}."] = key
     return keys
 
 

@@ -186,6 +186,7 @@ def upcycle_checkpoint(
 def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheckpoint:
     """Returns the weights of the sparse model, each of which is computed when it is read."""
     config = upcycling.config(dense.config)
+    blocks = sparse_blocks(config)
     routers = draw_routers(config, upcycling)
     weights: dict[str, LazyTensor] = {}
     for name, tensor in empty_weights(config).items():
@@ -194,6 +195,10 @@ def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheck
             continue
         source = dense.weights[_dense_name(name)]
         read = partial(_sparse_weight, name, source, config, upcycling)
+
+        # A dense layer after the sparse one starts with an output of zero.
+        if name.removesuffix(_DENSE_OUTPUT) in blocks:
+            read = partial(torch.zeros, tensor.shape, dtype=source.dtype)
         weights[name] = LazyTensor(tensor.shape, source.dtype, read)
     return dense._replace(config=config, weights=weights)
 
@@ -246,10 +251,6 @@ def _sparse_weight(
     G = upcycling.granularity
     F = config.d_ff
     weight = source.read()
-
-    # A dense layer after the sparse one starts with an output of zero.
-    if name.removesuffix(_DENSE_OUTPUT) in sparse_blocks(config):
-        return torch.zeros_like(weight)
     if _EXPERTS not in name:
         return weight
     if name.endswith("bias"):
