@@ -23,12 +23,17 @@ _HEADER = ["sparse layer", "kept", "removed experts, with their scores"]
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe prune", description="Removes experts of a sparse model.")
-    add_surgery_options(parser, "folder or hub name of a sparse model, ours or a Switch")
+    add_surgery_options(parser, "folder or hub name of a sparse model, ours, a Switch or a host")
     parser.add_argument(
         "--score", choices=SCORE_NAMES, default="reap", help="what rates the experts (reap)"
     )
     number = parser.add_mutually_exclusive_group(required=True)
-    number.add_argument("--keep", type=integer(least=1), help="experts of every sparse layer")
+    number.add_argument(
+        "--keep",
+        type=integer(least=1),
+        nargs="+",
+        help="experts of every sparse layer, or of those of the encoder and of the decoder",
+    )
     number.add_argument(
         "--budget",
         type=integer(least=1),
@@ -51,6 +56,8 @@ def main(argv: list[str]) -> None:
     targets and, in a second pass, the model's own answers.
     """
     options = build_parser().parse_args(argv)
+    if options.keep is not None and len(options.keep) == 1:
+        (options.keep,) = options.keep
     names = ("score", "keep", "budget", "floor", "seed")
     pruning = Pruning(**{name: getattr(options, name) for name in names})
 

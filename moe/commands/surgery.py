@@ -9,7 +9,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe.checkpoint.loading import load_model
+from torch import nn
+
+from moe.checkpoint.loading import empty_model, find_class, load_model
 from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
 from moe.commands.routing_inputs import add_inputs, describe_inputs, read_batches, with_tokenizer
@@ -18,7 +20,6 @@ from moe.convert.formats import find_tokenizer_files
 from moe.convert.t5x import is_t5x
 from moe.errors import ConfigError
 from moe.files import whole_folder
-from moe.models.configuration import STMoEConfig
 from moe.tracing.recorder import TracedBatch
 
 Operate = Callable[[Path, Sequence[TracedBatch]], SurgeryResult]
@@ -44,7 +45,7 @@ def perform_surgery(
     operate: Operate,
     *,
     needs_text: bool = False,
-    check: Callable[[STMoEConfig], object] | None = None,
+    check: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Changes a model, and prints and saves what the change did to it.
 
@@ -54,7 +55,7 @@ def perform_surgery(
         options: Parsed options, among them those of `add_surgery_options`.
         operate: Writes the changed model.
         needs_text: Whether the change itself depends on data.
-        check: Raises a ConfigError for a model that cannot be changed this way.
+        check: Raises a ConfigError for a model, without memory, that cannot be changed this way.
 
     Raises:
         ConfigError: When data is missing, or the target exists.
@@ -68,7 +69,8 @@ def perform_surgery(
             f"stmoe convert --from {options.source} --to MODEL"
         )
     if check is not None:
-        check(STMoEConfig.from_pretrained(options.source))
+        config = find_class(options.source).config_class.from_pretrained(options.source)
+        check(empty_model(config))
     has_text = bool(options.corpus or options.text or options.pairs or options.task)
     if needs_text and not has_text:
         raise ConfigError(

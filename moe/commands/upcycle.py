@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from moe.checkpoint.loading import empty_model
 from moe.cli import Parser, integer
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
@@ -26,8 +27,8 @@ from moe.hosts.all_hosts import find_host
 from moe.hosts.upcycle import upcycle_host_folder
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, OUR_MODEL_TYPE
 from moe.models.configuration import STMoEConfig
+from moe.sparse.editing import sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts
-from moe.surgery.prune import experts_of_layers
 from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
 from moe.tracing.recorder import TracedBatch
 
@@ -114,8 +115,8 @@ def _add_experts(argv: list[str], options: Namespace, sparse: STMoEConfig) -> No
         """Writes the larger model."""
         config = add_experts(options.source, folder, added)
         parents = {}
-        for key, number in experts_of_layers(config).items():
-            parents[key] = torch.arange(number) // factor
+        for key, layer in sparse_layers(empty_model(config)).items():
+            parents[key] = torch.arange(layer.config.num_experts) // factor
         table = ReportTable(["what changes"], [[change] for change in changes])
         return SurgeryResult(parents, [table] if changes else [])
 

@@ -4,7 +4,6 @@ The settings are flat, as config.json is; `sparse_config` gathers those of a spa
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -389,26 +388,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             return list(numbers)
         _, num_sparse = self.stack_sizes(decoder)
         return [self.num_experts] * num_sparse
-
-    def with_experts(
-        self, encoder: Sequence[int], decoder: Sequence[int], **settings: Any
-    ) -> "STMoEConfig":
-        """Returns a copy with other numbers of experts, one for each sparse layer of a stack.
-
-        Args:
-            encoder: Experts of each sparse layer of the encoder.
-            decoder: The same for the decoder.
-            settings: Further fields of this class.
-
-        Raises:
-            ConfigError: When a number or setting is out of range.
-        """
-        return self.replaced(
-            num_experts=max([*encoder, *decoder], default=0),
-            encoder_experts=list(encoder),
-            decoder_experts=list(decoder),
-            **settings,
-        )
 
     def sparse_configs(self, *, decoder: bool) -> list[SparseConfig]:
         """Returns the settings of the sparse layers of a stack, in order; see `sparse_config`."""

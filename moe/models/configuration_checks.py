@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from moe.checks import check, check_integer, check_number, describe_type, shown
 from moe.errors import CheckpointError, ConfigError, did_you_mean
 from moe.sparse.all_routers import load_routers
+from moe.sparse.config import SparseConfig
 
 C = TypeVar("C", bound=type[PreTrainedConfig])
 
@@ -259,7 +260,7 @@ def check_sparse_layers(config: PreTrainedConfig) -> None:
 
 
 def refuse_quantized(
-    config: PreTrainedConfig, purpose: str, source: os.PathLike[str] | str = "MODEL"
+    config: PreTrainedConfig | SparseConfig, purpose: str, source: os.PathLike[str] | str = "MODEL"
 ) -> None:
     """Raises a ConfigError when the experts of a model are quantized.
 

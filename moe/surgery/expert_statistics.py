@@ -17,7 +17,6 @@ from moe.data.pipeline import Batch
 from moe.distributed.collectives import reduce_from_tp_region, sum_each_over_ranks
 from moe.errors import DataError
 from moe.models.inputs import IGNORED_LABEL
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.adapters import unwrapped
 from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
 from moe.sparse.groups import to_groups
@@ -49,10 +48,7 @@ class ExpertStatistics(NamedTuple):
 
 
 def expert_statistics(
-    model: STMoEForConditionalGeneration,
-    batches: Iterable[Batch],
-    *,
-    group: ProcessGroup | None = None,
+    model: Any, batches: Iterable[Batch], *, group: ProcessGroup | None = None
 ) -> dict[LayerKey, ExpertStatistics]:
     """Returns the statistics of every sparse layer, in evaluation mode and without dropping tokens.
 
@@ -60,7 +56,7 @@ def expert_statistics(
     whose labels are the model's own answers, in addition or instead.
 
     Args:
-        model: The model; its training mode is restored.
+        model: Ours or a host with sparse layers; its training mode is restored.
         batches: Keyword arguments of its forward, with labels; not packed. With several ranks each
             has its own; ranks that share experts need equally many.
         group: Ranks whose sums are added up; None for all.
@@ -86,7 +82,7 @@ def expert_statistics(
         stack.enter_context(evaluation_mode(model))
         for batch in batches:
             inputs = without_labels(model, unpacked(batch))
-            model(**inputs, logits_to_keep=1, use_cache=False, output_router_logits=True)
+            model(**inputs, use_cache=False, output_router_logits=True)
     for key, statistics in sums.items():
         sums[key] = ExpertStatistics(*sum_each_over_ranks(statistics, group))
         if not sums[key].num_tokens:
@@ -97,7 +93,7 @@ def expert_statistics(
     return sums
 
 
-def without_labels(model: STMoEForConditionalGeneration, batch: Batch) -> Batch:
+def without_labels(model: Any, batch: Batch) -> Batch:
     """Returns inputs that route the same tokens, but have no loss."""
     inputs = dict(batch)
     labels = inputs.pop("labels")

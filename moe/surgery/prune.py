@@ -5,30 +5,29 @@ a budget is shared among the layers. The weights of the kept experts and their r
 are copied; nothing is trained.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe.checkpoint.loading import empty_model
 from moe.checks import check, check_choice
 from moe.convert.formats import rewrite_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint, empty_weights, sparse_blocks
+from moe.convert.weight_map import ConvertedCheckpoint
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
-from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import load_routers
-from moe.sparse.editing import LayerKey
+from moe.sparse.config import SparseConfig
+from moe.sparse.editing import LayerKey, sparse_layers
 from moe.surgery.expert_statistics import ExpertStatistics, expert_statistics
 from moe.tracing.trace import STACKS, layer_name
-
-_SPARSE = "sparse_feed_forward."
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class Pruning:
 
     Attributes:
         score: Name in SCORES, or `random`.
-        keep: Experts that stay in each sparse layer.
+        keep: Experts that stay in each sparse layer; two numbers are for those of the encoder and of
+            the decoder.
         budget: Instead: experts that stay in all layers together. Every layer keeps the fewest of
             its best experts whose scores add up to a share of all its scores, and the share is the
             same in every layer.
@@ -50,7 +50,7 @@ class Pruning:
     """
 
     score: str = "reap"
-    keep: int | None = None
+    keep: int | Sequence[int] | None = None
     budget: int | None = None
     floor: int = 4
     seed: int = 0
@@ -58,79 +58,74 @@ class Pruning:
     def __post_init__(self) -> None:
         """Raises a ConfigError when a value is out of range, or the number that stays is not given once."""
         check_choice("score", self.score, SCORE_NAMES)
+        if isinstance(self.keep, Sequence):
+            check(len(self.keep) == 2, "keep", self.keep, "one number, or two: encoder, decoder")
         if (self.keep is None) == (self.budget is None):
             raise ConfigError(
                 f"keep is {self.keep} and budget is {self.budget}; expected one of them: how many experts stay."
             )
 
-    def numbers(self, config: STMoEConfig) -> dict[LayerKey, int] | None:
+    def numbers(self, model: nn.Module) -> dict[LayerKey, int] | None:
         """Returns how many experts each layer keeps; None with a budget, where the scores decide.
+
+        Args:
+            model: The model, which needs no memory.
 
         Raises:
             ConfigError: When the model is dense, a router cannot lose experts, or a number does not
                 fit the model.
         """
-        _check_layers(config)
-        num_experts = experts_of_layers(config)
-        total = sum(num_experts.values())
+        layers = prunable_layers(model)
         least = self.floor if self.keep is None else self.keep
-        for key, number in num_experts.items():
-            _check_number(layer_name(key), min(least, number), number, config)
+        pair = (least, least) if isinstance(least, int) else least
+        least_of = dict(zip(STACKS, pair, strict=True))
+        numbers: dict[LayerKey, int] = {}
+        for key, layer in layers.items():
+            E, K = layer.num_experts, layer.num_selected_experts
+            numbers[key] = min(least_of[key[0]], E)
+            if numbers[key] < K:
+                raise ConfigError(
+                    f"{layer_name(key)} would keep {numbers[key]} of {E} experts, and each token "
+                    f"chooses {K} (num_selected_experts). Keep {K} to {E}."
+                )
+
+        total = sum(layer.num_experts for layer in layers.values())
+        smallest = sum(numbers.values())
         if self.keep is not None:
-            numbers = {key: min(self.keep, number) for key, number in num_experts.items()}
-            removes = sum(numbers.values()) < total
-            check(
-                removes, "keep", self.keep, f"less than the {max(num_experts.values())} there are"
-            )
+            largest = max(layer.num_experts for layer in layers.values())
+            fits = smallest < total and set(pair) <= set(numbers.values())
+            check(fits, "keep", self.keep, f"less than the {largest} there are")
             return numbers
 
         # Every layer gets the floor first.
-        smallest = sum(min(self.floor, number) for number in num_experts.values())
         expected = (
-            f"{smallest} to {total - 1}, at least {self.floor} in each of {len(num_experts)} layers"
+            f"{smallest} to {total - 1}, at least {self.floor} in each of {len(layers)} layers"
         )
         check(smallest <= (self.budget or 0) < total, "budget", self.budget, expected)
         return None
 
 
-def _check_number(name: str, number: int, num_experts: int, config: STMoEConfig) -> None:
-    """Raises a ConfigError when a layer cannot keep that many of its experts."""
-    K = config.num_selected_experts
-    if not K <= number <= num_experts:
-        raise ConfigError(
-            f"{name} would keep {number} of {num_experts} experts, and each token chooses {K} "
-            f"(num_selected_experts). Keep {K} to {num_experts}."
-        )
-
-
-def _check_layers(config: STMoEConfig) -> None:
-    """Raises a ConfigError for layers from which no expert can be removed."""
-    refuse_quantized(config, "pruned")
-    for layer in config.all_sparse_configs():
-        if not load_routers().get(layer.router).num_parameters(layer):
-            raise ConfigError(
-                f"Router {layer.router!r} has no weights for each of its {layer.num_experts} "
-                "experts that could be removed: with fewer experts it would send most tokens "
-                "to another one. Prune a model with another router."
-            )
-
-
-def experts_of_layers(config: STMoEConfig) -> dict[LayerKey, int]:
-    """Returns the number of experts of every sparse layer.
+def prunable_layers(model: nn.Module) -> dict[LayerKey, SparseConfig]:
+    """Returns the settings of every sparse layer of a model, which needs no memory.
 
     Raises:
-        ConfigError: When the model is dense.
+        ConfigError: When the model is dense, or no expert of a layer can be removed.
     """
-    numbers: dict[LayerKey, int] = {}
-    for stack in STACKS:
-        for layer, number in enumerate(config.layer_experts(decoder=stack == "decoder")):
-            numbers[stack, layer] = number
-    if not numbers:
+    configs = {key: layer.config for key, layer in sparse_layers(model).items()}
+    if not configs:
         raise ConfigError(
             "The model has 0 sparse layers and no expert to remove. Give a sparse model, or make one "
             "from it by stmoe upcycle."
         )
-    return numbers
+    for config in configs.values():
+        refuse_quantized(config, "pruned")
+        if not load_routers().get(config.router).num_parameters(config):
+            raise ConfigError(
+                f"Router {config.router!r} has no weights for each of its {config.num_experts} "
+                "experts that could be removed: with fewer experts it would send most tokens "
+                "to another one. Prune a model with another router."
+            )
+    return configs
 
 
 # ---------------------------------------------------------------------------
@@ -150,23 +145,36 @@ class ChosenExperts(NamedTuple):
 
 
 def choose_experts(
-    model: STMoEForConditionalGeneration, batches: Sequence[Batch], pruning: Pruning
+    model: Any,
+    batches: Sequence[Batch],
+    pruning: Pruning,
+    decoder_batches: Sequence[Batch] | None = None,
 ) -> ChosenExperts:
     """Returns which experts stay, by their scores on calibration batches.
+
+    Args:
+        model: Ours or a host with sparse layers.
+        batches: Keyword arguments of its forward, with labels.
+        pruning: The settings.
+        decoder_batches: Others that rate the decoder's experts, so that the encoder may be rated
+            on all texts in the source language and the decoder on all in the target language.
 
     Raises:
         ConfigError: When the settings do not fit the model.
         DataError: When the batches hold no token.
     """
-    numbers = pruning.numbers(model.config)
+    numbers = pruning.numbers(model)
     scores: dict[LayerKey, Tensor] = {}
     if pruning.score == "random":
         generator = torch.Generator().manual_seed(pruning.seed)
-        for key, number in experts_of_layers(model.config).items():
-            scores[key] = torch.rand(number, generator=generator, dtype=torch.float64)
+        for key, layer in prunable_layers(model).items():
+            scores[key] = torch.rand(layer.num_experts, generator=generator, dtype=torch.float64)
     else:
-        for key, statistics in expert_statistics(model, batches).items():
-            scores[key] = SCORES[pruning.score](statistics)
+        of_stack = dict.fromkeys(STACKS, expert_statistics(model, batches))
+        if decoder_batches is not None:
+            of_stack["decoder"] = expert_statistics(model, decoder_batches)
+        for key in prunable_layers(model):
+            scores[key] = SCORES[pruning.score](of_stack[key[0]][key])
     if numbers is None:
         assert pruning.budget is not None, "the budget decides without numbers"
         numbers = share_budget(scores, pruning.budget, pruning.floor)
@@ -248,11 +256,11 @@ def share_budget(scores: Mapping[LayerKey, Tensor], budget: int, floor: int) -> 
 
 def prune_checkpoint(
     source: Path | str, folder: Path, kept: Mapping[LayerKey, Tensor], **download: Any
-) -> STMoEConfig:
-    """Writes the model that has only some experts; holds one tensor in memory at a time.
+) -> Any:
+    """Writes the model that has only some experts; holds one tensor or expert in memory at a time.
 
     Args:
-        source: A folder of a sparse model of ours or a Switch, or a name of the hub.
+        source: A folder of a sparse model of ours, a Switch or a host, or a name of the hub.
         folder: Exists, and is empty.
         kept: <int64>[n] experts that stay, ascending, by layer; layers not named keep all.
         download: `revision`, `token`, `cache_dir` and the like.
@@ -268,33 +276,43 @@ def prune_checkpoint(
 
 
 def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> ConvertedCheckpoint:
-    """Returns the weights of the pruned model, each of which is read and cut when it is indexed."""
+    """Returns the weights of the pruned model, each of which is read when it is indexed."""
     config = pruned_config(checkpoint.config, kept)
-    blocks = sparse_blocks(config)
-
-    # The first dimension of experts and router rows shrinks.
-    def cut(weight: LazyTensor, key: LayerKey) -> Tensor:
-        return weight.read().index_select(0, kept[key].cpu())
-
-    weights: dict[str, LazyTensor] = {}
-    for name, tensor in empty_weights(config).items():
-        weight = checkpoint.weights[name]
-        if weight.shape != tensor.shape:
-            key = blocks[name.partition(_SPARSE)[0]]
-            weight = LazyTensor(tensor.shape, weight.dtype, partial(cut, weight, key))
-        weights[name] = weight
+    model = empty_model(config)
+    keys = {id(layer): key for key, layer in sparse_layers(model).items()}
+    weights = dict(checkpoint.weights)
+    for path, part in model.named_modules():
+        key = keys.get(id(part))
+        if key is not None and key in kept:
+            for name in part.state_dict():
+                weights[f"{path}.{name}"] = _only(kept[key], weights[f"{path}.{name}"])
     return checkpoint._replace(config=config, weights=weights)
 
 
-def pruned_config(config: STMoEConfig, kept: Mapping[LayerKey, Tensor]) -> STMoEConfig:
-    """Returns the config of the pruned model.
+def _only(kept: Tensor, weight: LazyTensor) -> LazyTensor:
+    """Returns a weight <any>[E, ...] of a sparse layer for the experts <int64>[n] that stay."""
+    numbers = set(kept.tolist())
+
+    def read_each() -> Iterator[Tensor]:
+        return (row for number, row in enumerate(weight) if number in numbers)
+
+    def read() -> Tensor:
+        return torch.stack(list(read_each()))
+
+    return LazyTensor((len(numbers), *weight.shape[1:]), weight.dtype, read, read_each=read_each)
+
+
+def pruned_config(config: Any, kept: Mapping[LayerKey, Tensor]) -> Any:
+    """Returns the config of the pruned model: an STMoEConfig, or that of a host with sparse layers.
 
     Raises:
         ConfigError: When a router cannot lose experts, or fewer stay than a token chooses.
     """
-    _check_layers(config)
-    numbers = experts_of_layers(config)
-    numbers |= {key: experts.numel() for key, experts in kept.items()}
-    encoder = [number for (stack, _), number in numbers.items() if stack == "encoder"]
-    decoder = [number for (stack, _), number in numbers.items() if stack == "decoder"]
-    return config.with_experts(encoder, decoder)
+    experts: dict[str, list[int]] = {stack: [] for stack in STACKS}
+    for key, layer in prunable_layers(empty_model(config)).items():
+        experts[key[0]].append(kept[key].numel() if key in kept else layer.num_experts)
+    return config.replaced(
+        num_experts=max(itertools.chain(*experts.values())),
+        encoder_experts=experts["encoder"],
+        decoder_experts=experts["decoder"],
+    )

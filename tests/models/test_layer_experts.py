@@ -91,7 +91,7 @@ def test_a_trace_is_recorded_and_replayed():
 def test_equal_models_have_equal_configs():
     equal = config_of(encoder_experts=[7, 7], decoder_experts=[7, 7])
     assert equal.encoder_experts is None and equal == config_of(**dict.fromkeys(LISTS))
-    fewer = config_of().with_experts([3, 3], [3, 2])
+    fewer = config_of(num_experts=3, encoder_experts=[3, 3], decoder_experts=[3, 2])
     assert (fewer.num_experts, fewer.encoder_experts, fewer.decoder_experts) == (3, None, [3, 2])
     assert fewer.layer_experts(decoder=False) == [3, 3]
 
