@@ -117,10 +117,12 @@ def _give_call(
     routing_mask = kwargs.pop("decoder_routing_mask", None)
     inputs = inspect.signature(stack.forward).bind_partial(*args, **kwargs).arguments
 
-    # A mask of all pairs of tokens does not say which are padding.
+    # A mask of all pairs of tokens does not say which are padding. An encoder of audio has no mask:
+    # it reads silence like sound.
     mask = inputs.get("attention_mask")
     token_mask = routing_mask if decoder else None
-    if isinstance(mask, Tensor) and mask.dim() == 2:
+    has_ids = stack.main_input_name == "input_ids"
+    if isinstance(mask, Tensor) and mask.dim() == 2 and has_ids:
         token_mask = mask.bool()
 
     # A cache means decoding.

@@ -15,7 +15,7 @@ _OTHER_NAMES = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 
 @dataclass(frozen=True)
 class Host:
-    """Describes an encoder-decoder of transformers.
+    """Describes an encoder-decoder of transformers; the defaults are those of BART and its kin.
 
     Its stacks have a list of blocks called `layers`, a `config`, a `forward` that takes
     `attention_mask`, and hand keyword arguments that they do not know to their blocks. Paths of
@@ -30,6 +30,8 @@ class Host:
         first: Linear modules that make hidden units: gate and up projection, or one projection if
             the feed-forward has no gate.
         down: The linear module that leads back to D.
+        identities: Modules that become identities, since the block itself calls them, one after the
+            other, on what `feed_forward` returns. Its attribute `dropout` is then set to 0.
         activation: Field of a stack's configuration with the name of the activation.
         dropout: Field with the dropout on hidden units.
         norm_after: Norm in the block between the feed-forward and the residual sum, to which the
@@ -38,13 +40,14 @@ class Host:
     """
 
     dense_class: type[PreTrainedModel]
-    encoder: str
-    decoder: str
-    feed_forward: str
-    first: tuple[str, ...]
-    down: str
-    activation: str
-    dropout: str
+    encoder: str = "model.encoder"
+    decoder: str = "model.decoder"
+    feed_forward: str = "fc1"
+    first: tuple[str, ...] = ("fc1",)
+    down: str = "fc2"
+    identities: tuple[str, ...] = ("activation_fn", "fc2")
+    activation: str = "activation_function"
+    dropout: str = "activation_dropout"
     norm_after: str | None = None
     auto_class: Any = AutoModelForSeq2SeqLM
 
@@ -68,6 +71,15 @@ class Host:
             "d_ff": down.in_features,
             "activation": activation,
             "gated": len(self.first) == 2,
+            "product_bias": down.bias is not None,
             "decoder": decoder,
             "expert_dropout_rate": float(getattr(stack.config, self.dropout)),
         }
+
+    def put_layer(self, block: nn.Module, layer: nn.Module) -> None:
+        """Replaces the feed-forward of a block, all of whose steps `layer` computes."""
+        for name in self.identities:
+            setattr(block, name, nn.Identity())
+        if self.identities:
+            setattr(block, self.dropout, 0.0)
+        setattr(block, self.feed_forward, layer)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_outputs import Seq2SeqLMOutput
+from transformers.models.m2m_100.modeling_m2m_100 import shift_tokens_right
 from transformers.utils.generic import can_return_tuple
 
 from moe.checkpoint.loading import HOST_CLASSES
@@ -109,7 +110,7 @@ class SparseHost(StoredWeights):
         sites = sparse_sites(cast(Any, self), self.host, settings)
         self.become_sparse(settings)
         for site in sites:
-            setattr(site.block, self.host.feed_forward, HostFeedForward(site.config))
+            self.host.put_layer(site.block, HostFeedForward(site.config))
 
     @classmethod
     def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,6 +147,14 @@ class SparseHost(StoredWeights):
         """
         refuse_to_save(self.mesh_config)
         cast(Any, super()).save_pretrained(*args, **kwargs)
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Returns the decoder's inputs <int64>[B, T] for labels <int64>[B, T], for data collators."""
+        host_shift = getattr(super(), "prepare_decoder_input_ids_from_labels", None)
+        if host_shift is not None:
+            return host_shift(labels)
+        config = cast(Any, self).config  # those without it shift by a function
+        return shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
 
     def become_sparse(self, settings: HostSettings) -> None:
         """Lets the stacks and blocks of a host pass on the calls of sparse layers."""
@@ -186,8 +195,6 @@ class SparseHost(StoredWeights):
         names = list(inspect.signature(host_forward).parameters)
         kwargs.update(zip(names, args, strict=False))
         labels = kwargs.get("labels")
-        if num_items_in_batch is not None:
-            kwargs["num_items_in_batch"] = num_items_in_batch
         if labels is None:
             self._refuse_missing_labels(num_items_in_batch)
         elif num_items_in_batch is None:
@@ -229,17 +236,22 @@ class SparseHost(StoredWeights):
         num_items_in_batch: Tensor | int | None,
     ) -> dict[str, Tensor]:
         """Returns the losses <float32>[] by their names in the output."""
+        if num_items_in_batch is None:
+            losses = [router.losses for router in routers]
+            layer_losses = [(of.load_balance_loss, of.router_z_loss) for of in losses]
+        else:
+            # A mean over this part's targets becomes their share of the mean over all; without
+            # targets it is not a number.
+            num_items = torch.as_tensor(num_items_in_batch, device=labels.device).clamp(min=1)
+            num_targets = (labels != IGNORED_LABEL).sum()
+            ce_loss = torch.where(num_targets > 0, ce_loss, 0.0) * (num_targets / num_items)
+            layer_losses = [share_of_targets(router, labels, num_items) for router in routers]
+
         load_balance = torch.zeros_like(ce_loss)
         router_z = torch.zeros_like(ce_loss)
-        for router in routers:
-            layer_balance = router.losses.load_balance_loss
-            layer_z = router.losses.router_z_loss
-            if num_items_in_batch is not None:
-                num_items = torch.as_tensor(num_items_in_batch, device=labels.device)
-                layer_balance, layer_z = share_of_targets(router, labels, num_items.clamp(min=1))
+        for layer_balance, layer_z in layer_losses:
             load_balance = load_balance + layer_balance
             router_z = router_z + layer_z
-
         if self.settings.rules.router_loss_reduction == "mean":
             load_balance = load_balance / max(1, len(routers))
             router_z = router_z / max(1, len(routers))

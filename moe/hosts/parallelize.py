@@ -10,21 +10,9 @@ from moe.hosts.blocks import SparseBlock
 from moe.hosts.model import SparseHost
 from moe.models.parallelize import shard_over_data_ranks
 from moe.sparse.editing import sparse_layers
-from moe.sparse.layer import SparseFeedForward
 
-
-def host_rules(*, gated: bool) -> tuple[Rule, ...]:
-    """Returns the rules that cover every parameter of a host.
-
-    Args:
-        gated: Whether gate and up projection of the experts are packed in one parameter.
-    """
-    return (
-        Rule("experts in", r".*\.sparse\.experts\.(gate_)?up_proj", expert=True, packed=gated),
-        Rule("experts out", r".*\.sparse\.experts\.down_proj", expert=True),
-        Rule("expert bias", r".*\.sparse\.experts\.bias", expert=True),
-        Rule("host", r".*"),
-    )
+RULES = (Rule("experts", r".*\.sparse\.experts\.\w+", expert=True), Rule("host", r".*"))
+"""They cover every parameter of a host."""
 
 
 def shard_host(
@@ -52,21 +40,20 @@ def shard_host(
             f"The mesh has tp {sizes.tp}; expected 1: the attention of a host is not sharded over "
             "tp. Use ep and dp_shard."
         )
-    for layer in sparse_layers(model).values():
+    layers = sparse_layers(model).values()
+    for layer in layers:
         num_experts = layer.config.num_experts
         expected = f"a divisor of the {num_experts} experts"
         check(num_experts % sizes.ep == 0, "ep of the mesh", sizes.ep, expected)
 
-    rules = host_rules(gated=len(model.host.first) == 2)
     layouts: dict[str, Layout] = {}
     for name, parameter in model.named_parameters():
-        layout = find_layout(name, parameter.shape, rules, sizes)
+        layout = find_layout(name, parameter.shape, RULES, sizes)
         layouts[name] = layout if gather else layout._replace(num_shards=1)
     distribute_parameters(model, layouts, mesh)
     model.mesh_config = sizes
-    for module in model.modules():
-        if isinstance(module, SparseFeedForward):
-            module.set_parallel_axes(mesh.ep, None)
+    for layer in layers:
+        layer.set_parallel_axes(mesh.ep, None)
 
     if gather and sizes.num_data_ranks > 1:
         shard_over_data_ranks(model, SparseBlock, mesh, layouts, bfloat16=bfloat16)

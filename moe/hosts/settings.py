@@ -16,7 +16,7 @@ from moe.sparse.config import CONVENTIONS, Rules, SparseConfig, earlier_options,
 from moe.sparse.router_options import ROUTERS
 from moe.surgery.upcycle import EXACT_ROUTING, Upcycling, every_second
 
-_FROM_HOST = ("d_model", "d_ff", "activation", "gated", "decoder")
+_FROM_HOST = ("d_model", "d_ff", "activation", "gated", "product_bias", "decoder")
 _FROM_SETTINGS = ("num_experts", "num_selected_experts")
 
 

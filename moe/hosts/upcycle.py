@@ -68,32 +68,34 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
 @torch.no_grad()
 def _make_sparse(site: Site, host: Host, upcycling: Upcycling) -> None:
     """Puts a sparse layer of copies where a block has its dense layer."""
-    down = site.block.get_submodule(host.down).weight  # [D, F]
-    first = [site.block.get_submodule(name).weight for name in host.first]  # [F, D] each
+    down = site.block.get_submodule(host.down)  # D from F
+    first = [site.block.get_submodule(name) for name in host.first]  # F from D each
     with torch.device("meta"):
         feed_forward = HostFeedForward(site.config)
     experts = cast(Any, feed_forward.sparse).experts
 
-    # Stacked weights of all experts, and those of a bias without effect.
-    F = down.shape[1]
-    up = torch.cat(first)  # [2F or F, D]
+    # Stacked weights of all experts. Gates sum to 1, so that parts of a copy add b2 once.
+    F = down.in_features
+    up = torch.cat([linear.weight for linear in first])  # [2F or F, D]
+    name = "gate_up_proj" if site.config.gated else "up_proj"
     weights: dict[str, Tensor] = {
-        "gate_up_proj" if site.config.gated else "up_proj": expert_copies(
-            up, upcycling, F, is_down=False
-        ),
-        "down_proj": expert_copies(down, upcycling, F, is_down=True),
+        name: expert_copies(up, upcycling, F, is_down=False),
+        "down_proj": expert_copies(down.weight, upcycling, F, is_down=True),
     }
+    if site.config.product_bias:
+        b1 = torch.cat([linear.bias for linear in first])  # [2F or F]
+        weights[f"{name}_bias"] = expert_copies(b1[:, None], upcycling, F, is_down=False)[..., 0]
+        weights["down_proj_bias"] = down.bias.repeat(site.config.num_experts, 1)  # [E, D]
+    # A bias of hidden units without effect.
     if experts.bias is not None:
         initial = 1.0 if site.config.expert_bias == "multiplicative" else 0.0
-        weights["bias"] = torch.full_like(
-            experts.bias, initial, dtype=down.dtype, device=down.device
-        )
+        weights["bias"] = torch.full_like(experts.bias, initial, dtype=up.dtype, device=up.device)
     experts.load_state_dict(weights, assign=True)
 
     router = draw_router(site.config, upcycling)
-    cast(Any, feed_forward.sparse).router = router.to(down)
+    cast(Any, feed_forward.sparse).router = router.to(up)
     feed_forward.train(site.block.training)
-    setattr(site.block, host.feed_forward, feed_forward)
+    host.put_layer(site.block, feed_forward)
 
 
 def upcycle_host_folder(

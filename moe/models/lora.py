@@ -89,8 +89,10 @@ def lora_config(
     if experts:
         check_options(options)
 
-    # The kind of model tells PEFT which of its classes to load adapters with.
-    if isinstance(model, GenerationMixin) and getattr(model.config, "is_encoder_decoder", False):
+    # The kind of model tells PEFT which of its classes to load adapters with; that for encoder-decoders
+    # gives them `input_ids`.
+    of_text = isinstance(model, GenerationMixin) and model.main_input_name == "input_ids"
+    if of_text and getattr(model.config, "is_encoder_decoder", False):
         options = {"task_type": "SEQ_2_SEQ_LM", **options}
     config_class = ExpertLoraConfig if experts else LoraConfig
     return config_class(

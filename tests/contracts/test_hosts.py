@@ -21,7 +21,7 @@ from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import RerouteExperts
 from moe.surgery.upcycle import Upcycling
 from moe.tracing.recorder import record_routing, traced_batches
-from tests.hosts.tiny_hosts import TINY, dense_host, sparse_host
+from tests.hosts.tiny_hosts import TINY, dense_host, host_batch, sparse_host
 from tests.models.tiny import tiny_batch
 
 pytestmark = pytest.mark.filterwarnings(
@@ -31,21 +31,28 @@ pytestmark = pytest.mark.filterwarnings(
 NAMES = HOSTS.names()
 each_host = pytest.mark.parametrize("name", NAMES)
 REAL = tiny_batch()["labels"] != -100
+BEFORE_NORM = [name for name in NAMES if HOSTS.get(name).host.norm_after]
+LISTENS = ["whisper"]
+READS = [name for name in NAMES if name not in LISTENS]
 
 
 def close(a, b, atol=1e-5, rtol=1e-5):
     torch.testing.assert_close(a, b, atol=atol, rtol=rtol)
 
 
+def batch_for(model, seed=0):
+    return host_batch(model.config.model_type.removeprefix("sparse_"), seed)
+
+
 def logits(model, **changes):
     """Returns the logits of positions with a target."""
     with torch.no_grad():
-        return model(**{**tiny_batch(), **changes}).logits[REAL]
+        return model(**{**batch_for(model), **changes}).logits[REAL]
 
 
 def generated(model, **options):
-    batch = tiny_batch()
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    inputs = batch_for(model)
+    del inputs["labels"]
     return model.generate(**inputs, max_new_tokens=9, do_sample=False, **options)
 
 
@@ -59,7 +66,7 @@ def test_a_host_and_its_upcycled_twin_agree(name, training):
     dense, sparse = dense_host(name).train(training), sparse_host(name).train(training)
     assert isinstance(sparse, type(dense))
     assert list(sparse_layers(sparse)) == [("encoder", 0), ("decoder", 0)]
-    theirs, ours = dense(**tiny_batch()), sparse(**tiny_batch())
+    theirs, ours = dense(**host_batch(name)), sparse(**host_batch(name))
     close(ours.ce_loss, theirs.loss)
     close(ours.logits[REAL], theirs.logits[REAL])
     for options in ({}, {"use_cache": False}, {"num_beams": 3}):
@@ -68,17 +75,20 @@ def test_a_host_and_its_upcycled_twin_agree(name, training):
 
 @each_host
 def test_labels_with_holes_leave_the_twins_equal(name):
-    labels = tiny_batch()["labels"]
-    labels[:, :2] = -100
-    labels[:, 5] = -100
+    batch = host_batch(name)
+    batch["labels"][:, :2] = -100
+    batch["labels"][:, 5] = -100
+    if name in LISTENS:
+        batch["input_features"] = batch["input_features"].double()
 
-    # In float32 an Intel Xeon rounds to 1.8e-5, since the host's norms enlarge differences.
+    # Gates are float32 even so, and a norm after the feed-forward enlarges differences.
     sparse = sparse_host(name).double()
     dense = dense_host(name).double()
-    close(logits(sparse, labels=labels), logits(dense, labels=labels))
+    tolerance = 1e-5 if name in BEFORE_NORM else 1e-7
+    close(logits(sparse, **batch), logits(dense, **batch), tolerance, tolerance)
 
 
-@each_host
+@pytest.mark.parametrize("name", BEFORE_NORM)
 def test_any_gate_gives_the_host_but_for_the_eps_of_its_norm(name):
     fields = {"router": "switch", "router_initializer_std": 0.02}
     switch = Upcycling(num_experts=8, num_selected_experts=1, fields=fields)
@@ -94,20 +104,20 @@ def test_any_gate_gives_the_host_but_for_the_eps_of_its_norm(name):
 @each_host
 def test_padding_is_not_routed_and_changes_nothing(name):
     sparse = sparse_host(name, fields={"capacity_factor": 1.0, "eval_capacity_factor": 1.0})
-    batch = tiny_batch()
+    batch = host_batch(name)
     output = sparse(**batch, output_router_logits=True)
+    all_heard = torch.ones(4, 13)
+    encoder_mask = batch.get("attention_mask", all_heard).bool()
     for records, mask in (
-        (output.encoder_router_outputs, batch["attention_mask"].bool()),
+        (output.encoder_router_outputs, encoder_mask),
         (output.decoder_router_outputs, REAL),
     ):
         assert len(records) == 1
         for record in records:
             assert torch.equal(record.plan.token_mask.reshape(mask.shape), mask)
-    changed = {
-        **batch,
-        "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 77),
-    }
-    close(sparse(**changed).loss, output.loss, atol=1e-6, rtol=0)
+    if name in READS:
+        ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 77)
+        close(sparse(**{**batch, "input_ids": ids}).loss, output.loss, atol=1e-6, rtol=0)
 
     # A mask for the decoder overrides the labels.
     mask = REAL.long()
@@ -126,7 +136,7 @@ def test_losses_of_the_routers_reach_the_loss_and_add_up_over_parts(name):
         "convention": "flaxformer",
     }
     sparse = sparse_host(name, fields=fields)
-    batch = tiny_batch()
+    batch = host_batch(name)
     output = sparse(**batch)
     expected = output.ce_loss + 3 * output.load_balance_loss + 2 * output.router_z_loss
     close(output.loss, expected)
@@ -142,17 +152,25 @@ def test_losses_of_the_routers_reach_the_loss_and_add_up_over_parts(name):
         parts.append(sparse(**part, num_items_in_batch=num_items).loss)
     close(sum(parts), whole.loss)
     assert isinstance(sparse(**batch, return_dict=False), tuple)
+    part["labels"][:] = -100
+    if name != "mbart":  # it begins each row with its last target
+        assert sparse(**part, num_items_in_batch=num_items).loss == 0
 
 
 def gradients(model, checkpointed, dtype):
     model = model.to(dtype).train()
     if checkpointed:
         enable_activation_checkpointing(model, {"use_reentrant": False})
-    first, second = tiny_batch(), tiny_batch(seed=1)
-    second["attention_mask"][:, -4:] = 0
+    first, second = batch_for(model), batch_for(model, seed=1)
+    second["labels"][:, -4:] = -100
+    if "attention_mask" in second:
+        second["attention_mask"][:, -4:] = 0
 
     # Both forward passes before the first backward pass: each needs its own mask again.
-    losses = [model(**batch).loss for batch in (first, second)]
+    losses = []
+    for batch in (first, second):
+        batch = {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}
+        losses.append(model(**batch).loss)
     for loss in losses:
         loss.backward()
     return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
@@ -164,7 +182,7 @@ def test_checkpointed_gradients_are_the_same(name, dtype):
     fields = {"capacity_factor": 1.0}
     plain = gradients(sparse_host(name, fields=fields), False, dtype)
     again = gradients(sparse_host(name, fields=fields), True, dtype)
-    assert plain.keys() == again.keys() and "experts.gate_up_proj" in " ".join(plain)
+    assert plain.keys() == again.keys() and "experts.down_proj" in " ".join(plain)
     for key, gradient in plain.items():
         assert gradient.dtype == dtype and gradient.isfinite().all()
         assert torch.equal(gradient, again[key]), key
@@ -180,14 +198,14 @@ def test_experts_learn_by_lora(name, tmp_path):
         name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name
     ]
     ends = {name.rpartition(".")[2] for name in adapted}
-    assert {"experts", "base_layer", "q_proj", "o_proj"} <= ends
+    assert {"experts", "base_layer", "q_proj"} <= ends and ends & {"o_proj", "out_proj"}
     assert not any("lm_head" in name for name in adapted)
     close(logits(model), before)
     model.train()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
     losses = []
     for _ in range(3):
-        losses.append(model(**tiny_batch()).loss)
+        losses.append(model(**host_batch(name)).loss)
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -209,7 +227,7 @@ def first_experts(trace, key):
     return layer.expert[:, 0].long()
 
 
-@each_host
+@pytest.mark.parametrize("name", READS)
 def test_routing_can_be_edited_and_recorded(name):
     sparse = sparse_host(name, differ=True)
     trace = record_routing(sparse, traced_batches([tiny_batch()]))
@@ -251,7 +269,8 @@ for folder in sys.argv[1:]:
 from moe.checkpoint.loading import load_model
 for folder in sys.argv[1:]:
     saved = torch.load(f"{folder}/inputs.pt")
-    for model in (load_model(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)):
+    model = load_model(folder)
+    for model in (model, model.host.auto_class.from_pretrained(folder)):
         with torch.no_grad():
             difference = model(**saved["batch"]).logits - saved["logits"]
         print(type(model).__name__, difference.abs().max().item() < 1e-4)
@@ -267,7 +286,8 @@ def test_a_fresh_process_restores_hosts_or_refuses_them(tmp_path):
         folders.append(str(tmp_path / name))
         sparse.save_pretrained(folders[-1])
         with torch.no_grad():
-            inputs = {"batch": tiny_batch(), "logits": sparse(**tiny_batch()).logits}
+            batch = host_batch(name)
+            inputs = {"batch": batch, "logits": sparse(**batch).logits}
         torch.save(inputs, tmp_path / name / "inputs.pt")
         restored += [f"{type(sparse).__name__} True"] * 2
     command = [sys.executable, "-c", IN_A_FRESH_PROCESS, *folders]

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from moe import CheckpointError, ConfigError
 from moe.checkpoint.loading import HOST_CLASSES, empty_model, load_model
@@ -16,7 +17,7 @@ from moe.convert.weight_map import WeightMapping
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight
 from moe.sparse.editing import sparse_layers
 from moe.surgery.quantize import quantize_checkpoint
-from tests.hosts.tiny_hosts import TINY, dense_host, sparse_host
+from tests.hosts.tiny_hosts import dense_host, sparse_host
 from tests.largest_tensor import LargestFloats
 
 
@@ -58,7 +59,8 @@ def library(tmp_path, monkeypatch):
     return folder, model
 
 
-each_host = pytest.mark.parametrize("name", sorted(TINY))
+KINDS = ["marian", "mbart", "t5gemma", "t5gemma2"]  # they tie their weights differently
+each_host = pytest.mark.parametrize("name", KINDS)
 
 
 def convert(source, target, **settings):
@@ -72,8 +74,8 @@ def experts_of(model):
 
 
 def assert_same_weights(one, other, dtype=torch.float32):
-    weights = dict(other.named_parameters())
-    for name, weight in one.named_parameters():
+    weights = other.state_dict()
+    for name, weight in one.state_dict().items():
         assert torch.equal(weight.to(dtype), weights.pop(name)), name
     assert not weights
 
@@ -84,8 +86,9 @@ def test_a_rewritten_host_is_the_same_in_fewer_files(name, make, tmp_path):
     model = make(name)
     model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
     report = convert(tmp_path / "shards", tmp_path / "one", dtype=torch.bfloat16)
-    assert len(report.mapped) == len(dict(model.named_parameters())) and not report.ignored
-    assert (tmp_path / "one/model.safetensors").is_file()
+    assert not report.ignored
+    with safe_open(tmp_path / "one/model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == sorted(report.mapped)
     assert_same_weights(model, load_model(tmp_path / "one"), torch.bfloat16)
 
 

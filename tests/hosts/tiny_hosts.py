@@ -2,15 +2,28 @@
 
 import torch
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
     T5Gemma2Config,
     T5Gemma2ForConditionalGeneration,
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from moe.hosts.upcycle import upcycle_host
 from moe.sparse.editing import sparse_layers
 from moe.surgery.upcycle import Upcycling
+from tests.models.tiny import tiny_batch
 
 STACK = {
     "vocab_size": 131,
@@ -60,7 +73,78 @@ def t5gemma2(**changes):
     return T5Gemma2ForConditionalGeneration(config)
 
 
-TINY = {"t5gemma": t5gemma, "t5gemma2": t5gemma2}
+BART = {
+    "vocab_size": 131,
+    "d_model": 10,
+    "encoder_ffn_dim": 26,
+    "decoder_ffn_dim": 14,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    "scale_embedding": True,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "init_std": 0.7,
+}
+AUDIO = {"num_mel_bins": 3, "max_source_positions": 13, "max_target_positions": 64}
+AUDIO |= {"begin_suppress_tokens": None}
+
+
+def like_bart(model_class, config_class, **fields):
+    """Returns a function that makes a host of BART's kind."""
+
+    def make(**changes):
+        model = model_class(config_class(**{**BART, **fields, **changes}))
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.3)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_(std=0.3)
+        return model
+
+    return make
+
+
+TINY = {
+    "t5gemma": t5gemma,
+    "t5gemma2": t5gemma2,
+    "m2m_100": like_bart(M2M100ForConditionalGeneration, M2M100Config),
+    "mbart": like_bart(MBartForConditionalGeneration, MBartConfig),
+    "bart": like_bart(BartForConditionalGeneration, BartConfig),
+    "marian": like_bart(
+        MarianMTModel,
+        MarianConfig,
+        activation_function="swish",
+        decoder_vocab_size=137,
+        share_encoder_decoder_embeddings=False,
+        decoder_start_token_id=0,
+    ),
+    "pegasus": like_bart(
+        PegasusForConditionalGeneration, PegasusConfig, activation_function="relu"
+    ),
+    "whisper": like_bart(WhisperForConditionalGeneration, WhisperConfig, **AUDIO),
+}
+
+
+def host_batch(name, seed=0):
+    """Returns the batch of `tiny_batch` for a host; Whisper hears a sound in place of its ids."""
+    batch = tiny_batch(seed=seed)
+    if name == "whisper":
+        length = batch.pop("attention_mask").shape[1]
+        generator = torch.Generator().manual_seed(seed)
+        features = torch.randn(len(batch.pop("input_ids")), 3, 2 * length, generator=generator)
+        batch["input_features"] = features
+    return batch
 
 
 def dense_host(name, seed=0, **changes):
@@ -69,7 +153,7 @@ def dense_host(name, seed=0, **changes):
     model = TINY[name](**changes).eval()
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
-            torch.nn.init.normal_(parameter, std=0.3)
+            parameter.data += 0.3 * torch.randn_like(parameter)
     return model
 
 
