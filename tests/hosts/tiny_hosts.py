@@ -143,7 +143,7 @@ def host_batch(name, seed=0):
         length = batch.pop("attention_mask").shape[1]
         generator = torch.Generator().manual_seed(seed)
         features = torch.randn(len(batch.pop("input_ids")), 3, 2 * length, generator=generator)
-        batch["input_features"] = features
+        batch = {"input_features": features, **batch}
     return batch
 
 
