@@ -18,6 +18,7 @@ from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, MeshCoordinate, copy_shard, local_shard
 from moe.errors import CheckpointError, MoEError
 from moe.files import find_model
+from moe.kernels.quantized_weight import QuantizedWeight
 from moe.models.adapter_files import attach_saved_adapters, find_base, stored_name
 from moe.models.card import find_source_model
 from moe.models.checkpoint_formats import read_json_object
@@ -35,6 +36,7 @@ from moe.models.weight_files import (
     describe_reshaped,
     find_weight_files,
     incomplete,
+    keep_quantized_experts,
     open_weights,
 )
 from moe.sparse.adapters import unwrapped
@@ -66,20 +68,20 @@ def load_model(
             other weights; None for the whole model. See `load_model_on_mesh` for training.
         device: Device of the weights, without a mesh; None for the CPU.
         dropless: Whether experts have unlimited capacity in evaluation, regardless of config.json.
-        mmap: Whether weights stay in their files until they are used, for a folder of ours, on a
-            CPU. The system reads the pages that a product needs, and a token reads only its own
+        mmap: Whether weights stay in their files until they are used, for a folder of ours or of a
+            host, on a CPU. The system reads the pages that a product needs, and a token reads only its own
             experts, so the model may be larger than memory. The numbers are not checked.
         model_class: Class of transformers with `from_pretrained`, including Auto classes; None for
             the one that `model_type` names.
         begins_anew: Whether a tensor of this name may be missing, and then starts at zero, or be
             left out.
         options: Arguments of `from_pretrained`, e.g. `dtype`; with `mesh` or `mmap` only fields of
-            STMoEConfig that differ.
+            the configuration that differ.
 
     Raises:
         CheckpointError: When there is no such model, or weights are missing, unexpected, damaged or
             of another shape; lists them.
-        ConfigError: When a setting is invalid, or experts are quantized and `mesh` or `mmap` is given.
+        ConfigError: When a setting is invalid, or experts are quantized and `mesh` is given.
     """
     source = find_model(source)
     of_source = model_class or find_class(source, **options)
@@ -89,7 +91,7 @@ def load_model(
         config = STMoEConfig.from_pretrained(source, dispatch="ragged", **options)
         return load_model_on_mesh(source, mesh, config=config, gather=False)[0]
     if mmap:
-        return _load_mapped(source, **options)
+        return _load_mapped(of_source, source, **options)
     model: Any
     if isinstance(source, Path) or Path(source).is_dir():
         model = _load_whole(of_source, source, begins_anew, options)
@@ -147,11 +149,13 @@ def _load_whole(
     folder: Path | str,
     begins_anew: Callable[[str], bool],
     options: dict[str, Any],
+    *,
+    check_sums: bool = True,
 ) -> Any:
     """Returns the model of a folder on the CPU."""
     # Our own classes check sums in `from_pretrained`.
     is_ours = check_model_folder(folder) == STMoEConfig.model_type
-    if not is_ours and not issubclass(model_class, STMoEPreTrainedModel):
+    if check_sums and not is_ours and not issubclass(model_class, STMoEPreTrainedModel):
         check_weights(Path(folder))
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
@@ -200,7 +204,7 @@ def load_model_on_mesh(
             of another shape; lists them, before any memory is allocated.
         ConfigError: When experts are quantized, and there are several ranks.
     """
-    _check_is_ours(folder, "loaded on a mesh")
+    _check_class(folder, STMoEForConditionalGeneration, "loaded on a mesh")
     config = config or STMoEConfig.from_pretrained(folder)
     if config.expert_quantization is not None and mesh.config.num_ranks == 1:
         return load_model(folder, config=config), {}
@@ -231,12 +235,19 @@ def load_model_on_mesh(
     return _finished(model, folder), layouts
 
 
-def _load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGeneration:
+def _load_mapped(model_class: Any, folder: Path | str, **fields: Any) -> Any:
     """Returns a model whose weights stay in their files."""
-    _check_is_ours(folder, "mapped")
+    _check_class(folder, model_class, "mapped")
+    if not issubclass(model_class, STMoEPreTrainedModel):
+        # transformers leaves weights in safetensors files where they are.
+        options = {**fields, "use_safetensors": True}
+        model = _load_whole(model_class, folder, _no_tensor, options, check_sums=False)
+        return _without_copies(model)
+
     config = STMoEConfig.from_pretrained(folder, **fields)
-    refuse_quantized(config, "mapped", folder)
     model, saved = _empty_model(folder, config, _no_tensor)
+    if config.expert_quantization is not None:
+        saved = keep_quantized_experts(saved)
     weights = {name: saved[stored_name(name)].read() for name in stored_tensors(model)}  # no copy
 
     # from_pretrained converts all down projections of float16; here experts are, one at a time.
@@ -247,7 +258,15 @@ def _load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGenera
         unwrapped(layer.experts).widens_float16 = True
     model.load_state_dict(weights, assign=True, strict=False)
     model.tie_weights()
-    return _finished(model, folder).requires_grad_(False)
+    return _without_copies(_finished(model, folder))
+
+
+def _without_copies(model: Any) -> Any:
+    """Returns a mapped model as a constant that makes no copies of its experts."""
+    for weight in model.parameters():
+        if isinstance(weight, QuantizedWeight):
+            weight.packed_experts = None
+    return model.requires_grad_(False)
 
 
 def _finished(
@@ -303,12 +322,13 @@ def check_model_folder(folder: Path | str) -> str:
     return model_type
 
 
-def _check_is_ours(folder: Path | str, what: str) -> None:
-    """Raises a CheckpointError unless a folder holds a model of ours; `what` only such a model can be."""
+def _check_class(folder: Path | str, model_class: Any, what: str) -> None:
+    """Raises a CheckpointError unless a folder holds the format of a class; `what` only such a model can be."""
     model_type = check_model_folder(folder)
-    if model_type != STMoEConfig.model_type:
+    expected = model_class.config_class.model_type
+    if model_type != expected:
         raise CheckpointError(
-            f"{folder} holds a model of type {model_type!r}, but only {STMoEConfig.model_type!r} can be {what}. "
+            f"{folder} holds a model of type {model_type!r}, but only {expected!r} can be {what}. "
             f"Convert it first: stmoe convert --from {folder} --to OUT."
         )
 

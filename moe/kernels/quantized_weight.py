@@ -27,8 +27,9 @@ _MOST_PACKED_ROWS = 16
 _INPUTS_OF_BLOCK = 32
 _OUTPUTS_OF_BLOCK = 64
 _PACKED_GROUPS = (32, 64, 128, 256)
+_ALIGNMENT = 16
 # Whole blocks of torch's products: that of 8 bits reads 16 inputs at once, and crashes at the end of
-# memory with others.
+# memory with others, and at addresses that are no multiple of 16, which mapped files have.
 
 FIXED = (
     "Quantized experts do not train. Train adapters beside them (moe.lora_config), or dequantize the "
@@ -60,13 +61,14 @@ class QuantizedWeight(Tensor):
             in a byte, the first in the low half.
         scale: <float>[..., O, I / g] s, with g = I in 8 bits.
         zero: <float>[..., O, I / g] z in 4 bits; None in 8.
-        packed_experts: Copies for products of few rows in 4 bits, by the number of the expert.
+        packed_experts: Copies for products of few rows in 4 bits, by the number of the expert; None
+            for a weight that stays in its file, whose copies would fill the memory.
     """
 
     qdata: Tensor
     scale: Tensor
     zero: Tensor | None
-    packed_experts: dict[int, tuple[Tensor, Tensor]]
+    packed_experts: dict[int, tuple[Tensor, Tensor]] | None
 
     @staticmethod
     def __new__(cls, qdata: Tensor, scale: Tensor, zero: Tensor | None = None) -> "QuantizedWeight":
@@ -108,10 +110,14 @@ class QuantizedWeight(Tensor):
         if not is_fast or x.device.type != "cpu" or x.shape[1] % _INPUTS_OF_BLOCK:
             return None
         if self.zero is None:
-            return packed_int8_linear(x, self.qdata[expert], self.scale[expert, :, 0])
+            codes = self.qdata[expert]
+            if codes.data_ptr() % _ALIGNMENT:
+                codes = codes.clone()
+            return packed_int8_linear(x, codes, self.scale[expert, :, 0])
 
         group_size = x.shape[1] // self.scale.shape[-1]
-        if group_size not in _PACKED_GROUPS or self.shape[1] % _OUTPUTS_OF_BLOCK:
+        is_whole = group_size in _PACKED_GROUPS and self.shape[1] % _OUTPUTS_OF_BLOCK == 0
+        if not is_whole or self.packed_experts is None:
             return None
         if expert not in self.packed_experts:
             scales = torch.stack([self.scale[expert].t(), self.zero[expert].t()], dim=-1)
@@ -135,7 +141,8 @@ class QuantizedWeight(Tensor):
         if operation is torch.ops.aten.copy_.default and all(isinstance(x, cls) for x in args[:2]):
             for name, part in args[0].parts().items():
                 part.copy_(args[1].parts()[name])
-            args[0].packed_experts.clear()
+            if args[0].packed_experts:
+                args[0].packed_experts.clear()
             return args[0]
 
         # An operation on lists, as of optimizers, may change all tensors of its first list.

@@ -482,11 +482,12 @@ def freeze_quantized_experts(model: nn.Module, source: Any) -> None:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Moves weights on a CPU to aligned addresses, so that products do not depend on the file."""
+    """Moves weights on a CPU to aligned addresses, and copies quantized ones: products do not depend on the file."""
     for parameter in model.parameters():
         if isinstance(parameter, QuantizedWeight):
-            continue  # a copy already
-        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+            for name in parameter.__tensor_flatten__()[0]:
+                setattr(parameter, name, getattr(parameter, name).clone())
+        elif parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
 
 

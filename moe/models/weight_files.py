@@ -242,8 +242,8 @@ def _join_parts(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def _read_parts(parts: Iterable[LazyTensor]) -> QuantizedWeight:
-    """Returns the weight of its parts, which are copied: they may be pages of the file."""
-    return QuantizedWeight(*(part.read().clone() for part in parts))
+    """Returns the weight of its parts, which may be pages of the file."""
+    return QuantizedWeight(*(part.read() for part in parts))
 
 
 def _read_dequantized(read: Callable[[], QuantizedWeight]) -> Tensor:

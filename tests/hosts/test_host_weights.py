@@ -15,9 +15,8 @@ from moe.convert.formats import convert_checkpoint
 from moe.convert.host_weights import HOST_FORMATS, HostFormat
 from moe.convert.weight_map import WeightMapping
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight
-from moe.sparse.editing import sparse_layers
 from moe.surgery.quantize import quantize_checkpoint
-from tests.hosts.tiny_hosts import dense_host, sparse_host
+from tests.hosts.tiny_hosts import dense_host, experts_of, sparse_host
 from tests.largest_tensor import LargestFloats
 
 
@@ -66,11 +65,6 @@ each_host = pytest.mark.parametrize("name", KINDS)
 def convert(source, target, **settings):
     target.mkdir()
     return convert_checkpoint(source, target, **settings)
-
-
-def experts_of(model):
-    layers = sparse_layers(model).values()
-    return [weight for layer in layers for weight in layer.experts.parameters()]
 
 
 def assert_same_weights(one, other, dtype=torch.float32):

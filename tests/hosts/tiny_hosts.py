@@ -171,3 +171,9 @@ def sparse_host(name, seed=0, differ=False, **settings):
             for weight in layer.experts.parameters():
                 weight.data += 0.3 * weight.std() * torch.randn_like(weight)
     return model
+
+
+def experts_of(model):
+    """Returns the parameters of all experts."""
+    layers = sparse_layers(model).values()
+    return [weight for layer in layers for weight in layer.experts.parameters()]

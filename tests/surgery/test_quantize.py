@@ -140,6 +140,13 @@ def test_few_rows_in_bfloat16_are_multiplied_packed_and_others_are_not(quantizat
     product = weight.multiply_packed(few, 2)
     torch.testing.assert_close(product.float(), expected, rtol=2**-6, atol=2**-3)
 
+    # Any address, as in a mapped file.
+    moved = [
+        torch.empty(1 + part.numel(), dtype=part.dtype)[1:].view(part.shape).copy_(part)
+        for part in weight.parts().values()
+    ]
+    assert torch.equal(QuantizedWeight(*moved).multiply_packed(few, 2), product)
+
     # Sizes that are no whole blocks would read past the end.
     odd = quantize(torch.randn(3, 64, 40).bfloat16(), Quantization(quantization.bits, 8))
     assert odd.multiply_packed(few[:, :40], 2) is None
