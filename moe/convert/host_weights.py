@@ -4,7 +4,7 @@ Names are those of the host's class, or of another library, whose format moe.hos
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,14 @@ class HostFormat(NamedTuple):
     """How the checkpoints of another library become a host with sparse layers.
 
     Attributes:
-        convert_config: Returns the fields of the host's configuration for the content of a config.json.
+        convert_config: Returns the fields of the host's configuration for the content of a
+            config.json and the names of the weights in the index, none if there is no index.
         weight_map: Returns the weights of the host with their names in the library, for the host's
             configuration. Tied weights may be listed under each of their names: the first that is
             stored counts, and others must be copies of it.
     """
 
-    convert_config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    convert_config: Callable[[Mapping[str, Any], Sequence[str]], dict[str, Any]]
     weight_map: Callable[[Any], list[WeightMapping]]
 
 

@@ -1,4 +1,4 @@
-"""Finds hosts; importing this file registers those of records.py."""
+"""Finds hosts; importing this file registers those of records.py, and NLLB-MoE, a sparse M2M100."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,18 @@ import torch
 
 from moe.checkpoint.loading import HOST_CLASSES, find_class
 from moe.checks import shown
+from moe.convert.host_weights import HOST_FORMATS, HostFormat
 from moe.errors import ConfigError, did_you_mean
 from moe.hosts import records  # noqa: F401  registers them
 from moe.hosts.model import HOSTS, SparseHost
+from moe.hosts.nllb_moe import from_nllb_moe_config, nllb_moe_weight_map
 from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import sparse_layers
+
+# An early copy of the hub has the second name.
+for _name in ("nllb-moe", "nllb_moe"):
+    HOST_FORMATS[_name] = HostFormat(from_nllb_moe_config, nllb_moe_weight_map)
+    HOST_CLASSES[_name] = HOSTS.get("m2m_100")
 
 
 def find_host(model_type: Any) -> type[SparseHost]:

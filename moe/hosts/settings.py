@@ -12,6 +12,8 @@ from moe.checks import check, check_choice, check_field_types, check_integer, ch
 from moe.convert.host_weights import HOST_FORMATS
 from moe.errors import ConfigError
 from moe.hosts.host import Host
+from moe.models.pretrained import DOWNLOAD
+from moe.models.weight_files import names_in_index
 from moe.sparse.config import CONVENTIONS, Rules, SparseConfig, earlier_options, take_convention
 from moe.sparse.router_options import ROUTERS
 from moe.surgery.upcycle import EXACT_ROUTING, Upcycling, every_second
@@ -206,11 +208,16 @@ class SparseHostConfig:
         return config
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(
+        cls, source: Any, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the fields of a config.json, of this class or converted, and the arguments not used."""
-        raw, unused = cast(Any, super()).get_config_dict(*args, **kwargs)
+        raw, unused = cast(Any, super()).get_config_dict(source, *args, **kwargs)
         host_format = HOST_FORMATS.get(raw.get("model_type"))
-        return (raw if host_format is None else host_format.convert_config(raw)), unused
+        if host_format is None:
+            return raw, unused
+        download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
+        return host_format.convert_config(raw, names_in_index(source, **download)), unused
 
 
 def _without_earlier_fields(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 from moe.kernels.expert_weights import is_quantized
 from moe.kernels.quantized_weight import QuantizedWeight
-from moe.models.checkpoint_formats import COPY_AGAIN
+from moe.models.checkpoint_formats import COPY_AGAIN, read_json_object
 from moe.models.transformers_private import find_file
 
 _UNREADABLE = (
@@ -314,6 +314,23 @@ def _find_shards_of_index(
         ) from error
     check_files(source, paths)
     return paths
+
+
+def names_in_index(source: Path | str, **download: Any) -> list[str]:
+    """Returns the names of a model's weights in the index of its files; none if there is no index.
+
+    Args:
+        source: A folder or a name of the hub, of which only the index is downloaded.
+        download: See `find_weight_files`.
+
+    Raises:
+        CheckpointError: When the index is damaged.
+    """
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        path = find_file(source, name, **download)
+        if path is not None:
+            return list(read_json_object(path).get("weight_map", {}))
+    return []
 
 
 def check_files(source: Path | str, paths: Iterable[Path]) -> None:

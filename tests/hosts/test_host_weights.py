@@ -35,7 +35,7 @@ def library(tmp_path, monkeypatch):
             mappings.append(WeightMapping(name, parts, len(weight) if weight.dim() == 3 else 0))
         return mappings
 
-    monkeypatch.setitem(HOST_FORMATS, "theirs", HostFormat(lambda raw: fields, weight_map))
+    monkeypatch.setitem(HOST_FORMATS, "theirs", HostFormat(lambda raw, names: fields, weight_map))
     monkeypatch.setitem(HOST_CLASSES, "theirs", type(model))
     folder = tmp_path / "theirs"
     folder.mkdir()

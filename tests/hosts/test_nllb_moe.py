@@ -1,0 +1,205 @@
+"""NLLB-MoE read from the layouts of the hub against tests/oracles/nllb_moe.py.
+
+Names come from transformers' class, whose computation is wrong from 5.0.0 on.
+"""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
+
+from moe import CheckpointError, ConfigError
+from moe.checkpoint.loading import load_model
+from moe.commands import convert as convert_command
+from moe.hosts import records
+from moe.hosts.all_hosts import count_parameters
+from moe.hosts.nllb_moe import from_nllb_moe_config
+from moe.sparse.config import SparseConfig
+from moe.sparse.layer import SparseFeedForward
+from tests.oracles import nllb_moe as oracle
+from tests.sparse.by_hand import assert_close
+
+FIELDS = {
+    "vocab_size": 61,
+    "d_model": 14,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_ffn_dim": 22,
+    "decoder_ffn_dim": 26,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 7,
+    "num_experts": 5,
+    "encoder_sparse_step": 2,
+    "decoder_sparse_step": 4,
+    "init_std": 0.2,
+}
+LANGUAGE = 60
+SOURCE = torch.tensor([[LANGUAGE - 1, 5, 17, 9, 44, 23, 2], [LANGUAGE - 2, 31, 8, 2, 1, 1, 1]])
+TARGET = torch.tensor([[2, LANGUAGE, 7, 33, 19], [2, LANGUAGE, 50, 2, 1]])
+
+
+def checkpoint():
+    """Returns a config.json, and weights under the names of the hub."""
+    torch.manual_seed(0)
+    model = NllbMoeForConditionalGeneration(NllbMoeConfig(**FIELDS))
+    weights = {}
+    for name, weight in model.model.state_dict().items():
+        if not name.endswith("embed_tokens.weight"):
+            std = 0.3 if "norm" in name or name.endswith("bias") else 0.0
+            weights[name] = weight + std * torch.randn_like(weight)
+    return {**model.config.to_dict(), "architectures": ["NllbMoeModel"]}, weights
+
+
+def write(folder, config, weights):
+    """Writes a checkpoint as the hub has it: pickled shards and their index."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = list(weights)
+    index = {}
+    for number in range(3):
+        file = f"pytorch_model-{number + 1:05}-of-00003.bin"
+        torch.save({name: weights[name] for name in names[number::3]}, folder / file)
+        index |= dict.fromkeys(names[number::3], file)
+    content = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "pytorch_model.bin.index.json").write_text(content)
+    return folder
+
+
+def assert_is_right(model, config, weights):
+    """Holds the logits of real positions to the oracle, in float32 and in float64."""
+    expected = oracle.logits(weights, config, SOURCE, TARGET)
+    masks = {"attention_mask": SOURCE != 1, "decoder_attention_mask": TARGET != 1}
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
+        with torch.no_grad():
+            ours = model.to(dtype)(SOURCE, decoder_input_ids=TARGET, use_cache=False, **masks)
+        ours = ours.logits[TARGET != 1].double()
+        assert_close(ours, expected[TARGET != 1], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("fraction", [1, 0.3])
+def test_a_checkpoint_of_the_hub_computes_what_its_authors_wrote(fraction, tmp_path):
+    config, weights = checkpoint()
+    config["moe_eval_capacity_token_fraction"] = fraction
+    model = load_model(write(tmp_path / "hub", config, weights))
+    assert type(model) is records.SparseM2M100ForConditionalGeneration
+    assert_is_right(model, config, weights)
+    convert_command.main(["--from", str(tmp_path / "hub"), "--to", str(tmp_path / "ours")])
+    assert_is_right(load_model(tmp_path / "ours"), config, weights)
+
+
+def test_a_checkpoint_that_transformers_wrote_is_read_too(tmp_path):
+    config, weights = checkpoint()
+    theirs = NllbMoeForConditionalGeneration(NllbMoeConfig.from_dict(config))
+    theirs.model.load_state_dict(weights, strict=False)
+    theirs.tie_weights()
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert_is_right(load_model(tmp_path / "theirs"), config, weights)
+
+
+def test_layers_of_a_pruned_checkpoint_have_the_experts_that_its_index_lists(tmp_path):
+    config, weights = checkpoint()
+    kept = {}
+    for name, weight in weights.items():
+        num_experts = 3 if name.startswith("encoder") else 2
+        if name.endswith("classifier.weight"):
+            kept[name] = weight[:num_experts]
+        elif not any(f"expert_{number}." in name for number in range(num_experts, 5)):
+            kept[name] = weight
+    model = load_model(write(tmp_path / "pruned", config, kept))
+    assert model.settings.encoder_experts == (3, 3) and model.settings.decoder_experts == (2,)
+    assert_is_right(model, config, kept)
+
+
+def test_generation_speaks_the_forced_language_and_equals_the_oracle_with_and_without_a_cache(
+    tmp_path,
+):
+    config, weights = checkpoint()
+    model = load_model(write(tmp_path / "hub", config, weights), dropless=True)
+    ids = torch.tensor([[2, LANGUAGE]] * 2)
+    for _ in range(9):
+        chosen = oracle.logits(weights, config, SOURCE, ids)[:, -1].argmax(-1)
+        ended = (ids[:, 1:] == 2).any(dim=1)
+        ids = torch.cat([ids, chosen.masked_fill(ended, 1)[:, None]], dim=1)
+    for use_cache in (True, False):
+        options = {"forced_bos_token_id": LANGUAGE, "do_sample": False, "max_new_tokens": 10}
+        ours = model.generate(
+            SOURCE, attention_mask=(SOURCE != 1).long(), use_cache=use_cache, **options
+        )
+        assert ours.tolist() == ids[:, : ours.shape[1]].tolist() and ours.shape[1] == 11
+
+
+def test_the_model_of_the_hub_has_the_54_billion_parameters_of_its_authors(tmp_path):
+    config = {"model_type": "nllb_moe", "vocab_size": 256206, "d_model": 2048}
+    for stack in ("encoder", "decoder"):
+        config |= {f"{stack}_layers": 24, f"{stack}_ffn_dim": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert count_parameters(tmp_path)[0] == 54_500_569_088
+
+
+@settings(max_examples=30)
+@given(
+    fraction=st.sampled_from([0.1, 0.25, 0.34, 0.5, 1.0]),
+    prioritized=st.booleans(),
+    before=st.booleans(),
+    num_experts=st.sampled_from([2, 3, 5]),
+    num_tokens=st.integers(1, 17),
+    seed=st.integers(0, 1000),
+)
+def test_the_layer_queues_and_weighs_as_the_authors_do(
+    fraction, prioritized, before, num_experts, num_tokens, seed
+):
+    fields = {**FIELDS, "num_experts": num_experts, "moe_eval_capacity_token_fraction": fraction}
+    fields |= {"normalize_router_prob_before_dropping": before}
+    layer = from_nllb_moe_config(fields)["sparse_layers"]["layer"]
+    layer["router"] = "batch_prioritized" if prioritized else "token_choice"
+    torch.manual_seed(seed)
+    shape = {"d_model": 7, "d_ff": 11, "activation": "relu", "gated": False, "product_bias": True}
+    sparse_config = SparseConfig(**shape, num_experts=num_experts, initializer_scale=1.0, **layer)
+    sparse = SparseFeedForward(sparse_config).double().eval()
+    sparse.router.gate.data.normal_()
+    weights = {"ffn.router.classifier.weight": sparse.router.gate}
+    for name, stacked in sparse.experts.named_parameters():
+        linear = "fc1" if name.startswith("up") else "fc2"
+        kind = "bias" if name.endswith("bias") else "weight"
+        for number in range(num_experts):
+            weights[f"ffn.experts.expert_{number}.{linear}.{kind}"] = stacked[number]
+
+    x = torch.randn(1, num_tokens, 7, dtype=torch.float64)
+    real = torch.rand(1, num_tokens) < 0.8
+    config = {**NllbMoeConfig().to_dict(), **fields, "batch_prioritized_routing": prioritized}
+    with torch.no_grad():
+        sparse.experts.up_proj_bias.normal_()
+        sparse.experts.down_proj_bias.normal_()
+        expected = oracle.sparse(weights, "ffn", config, x[0], real[0].tolist())
+        assert_close(sparse(x, real)[0][0], expected, tolerance=1e-8 if before else 1e-12)
+
+
+REFUSED = {
+    "router_bias": True,
+    "second_expert_policy": "sampling",
+    "batch_prioritized_routing": True,
+    "tie_word_embeddings": False,
+    "activation_function": "tanh",
+    "num_experts": "5",
+    "moe_token_dropout": 1.0,
+}
+
+
+@pytest.mark.parametrize(("field", "value"), REFUSED.items())
+def test_a_config_that_is_not_supported_is_refused_by_its_value(field, value, tmp_path):
+    config, weights = checkpoint()
+    folder = write(tmp_path / "hub", {**config, field: value}, weights)
+    with pytest.raises(ConfigError, match=rf"(?s){field.removeprefix('moe_')}.*{value}"):
+        load_model(folder)
+
+
+def test_another_number_of_experts_than_stored_is_refused_by_the_names(tmp_path):
+    config, weights = checkpoint()
+    folder = write(tmp_path / "hub", {**config, "num_experts": 7}, weights)
+    (folder / "pytorch_model.bin.index.json").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"24 missing: encoder.layers.1.ffn.experts.expert_5"):
+        load_model(folder)
