@@ -4,6 +4,7 @@
     python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
     python -m scripts.benchmark model [--json model.json] [--experts 8]
     python -m scripts.benchmark adapters [--json adapters.json] [--threads 1]
+    python -m scripts.benchmark nllb_moe [--json nllb_moe.json]
     python -m scripts.benchmark serve [--json serve.json] [--batches 1 8 32]
     python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
 
@@ -29,6 +30,7 @@ from benchmarks.layer.variants import ON_REQUEST
 from benchmarks.models.adapters import run_adapters
 from benchmarks.models.gpu import GpuBenchmark, run_gpu
 from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, run_model
+from benchmarks.models.nllb_moe import run_nllb_moe
 from benchmarks.models.serving import ServingBenchmark, run_serving
 from benchmarks.ranks.exchange import ExchangeBenchmark, run_exchange
 from moe.cli import Parser, integer, run_main
@@ -178,6 +180,11 @@ BENCHMARKS = {
         "adapters of experts beside full fine-tuning and plain PEFT, on a CPU",
         "json rounds threads",
         lambda options: run_adapters(**options),
+    ),
+    "nllb_moe": Benchmark(
+        "NLLB-MoE beside transformers 4.57.6, which it installs, on one thread of a CPU",
+        "json rounds",
+        lambda options: run_nllb_moe(**options),
     ),
     "serve": Benchmark(
         "continuous and static batches beside Switch, T5 and CTranslate2, on a CPU",
