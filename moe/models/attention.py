@@ -6,7 +6,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -107,10 +107,26 @@ class RMSNorm(nn.Module):
         return F.rms_norm(wide, scale.shape, scale, self.eps).to(x.dtype)
 
 
+class Positions(NamedTuple):
+    """Positions of self-attention, and which of them see each other.
+
+    Attributes:
+        queries: <int64>[L] positions of the queries.
+        num_keys: Keys, at the positions from 0.
+        allowed: <bool>[B or 1, 1, L or 1, num_keys] keys that each query may attend to; None for all.
+        dtype: Dtype of the bias.
+    """
+
+    queries: Tensor
+    num_keys: int
+    allowed: Tensor | None
+    dtype: torch.dtype
+
+
 class RelativePositionBias(nn.Module):
     """A learned number for each head and bucket of distances.
 
-    One table serves the self-attention of all blocks of a stack.
+    One table serves the self-attention of all blocks of a stack, or of one block.
     """
 
     def __init__(self, config: STMoEConfig, *, decoder: bool) -> None:
@@ -127,10 +143,10 @@ class RelativePositionBias(nn.Module):
         limit = math.sqrt(3 * self.config.initializer_scale / fan_avg)
         nn.init.uniform_(self.table, -limit, limit)
 
-    def forward(self, queries: Tensor, num_keys: int) -> Tensor:
-        """Returns the bias <float>[1, H, L, num_keys] of queries at the positions <int64>[L]."""
-        keys = torch.arange(num_keys, device=queries.device)
-        distance = keys[None, :] - queries[:, None]  # [L, num_keys]
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns the bias with its mask, <float>[B or 1, H, L, num_keys]."""
+        keys = torch.arange(positions.num_keys, device=positions.queries.device)
+        distance = keys[None, :] - positions.queries[:, None]  # [L, num_keys]
 
         buckets = relative_position_bucket(
             distance,
@@ -139,7 +155,8 @@ class RelativePositionBias(nn.Module):
             max_distance=self.config.relative_attention_max_distance,
         )
         bias = F.embedding(buckets, local_shard(self.table))  # [L, num_keys, H]
-        return rearrange(bias, "query key head -> 1 head query key")
+        bias = rearrange(bias, "query key head -> 1 head query key").to(positions.dtype)
+        return mask_bias(bias, positions.allowed)
 
 
 def relative_position_bucket(

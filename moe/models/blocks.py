@@ -4,7 +4,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import EncoderDecoderCache
@@ -12,8 +11,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.random_numbers import tp_random_numbers
-from moe.kernels.dropout import Dropout, dropout
-from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm, mask_bias
+from moe.kernels.dropout import Dropout
+from moe.kernels.hidden_units import ExpertForm, hidden_units
+from moe.models.attention import (
+    Attention,
+    Positions,
+    Projection,
+    RelativePositionBias,
+    RMSNorm,
+    mask_bias,
+)
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import check_segments, real_tokens
 from moe.sparse.config import SparseConfig
@@ -21,12 +28,13 @@ from moe.sparse.layer import RouterOutput, SparseFeedForward
 
 
 class FeedForward(nn.Module):
-    """The dense feed-forward layer: GEGLU with tanh GELU, or ReLU; no biases."""
+    """The dense feed-forward layer: GEGLU with tanh GELU, SwiGLU, or ReLU; no biases."""
 
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__()
         self.dropout_rate = config.dropout_rate
-        self.gated = config.feed_forward_proj == "gated-gelu"
+        self.gated = config.gated
+        self.activation = config.activation
 
         # The gate and the projection that it multiplies are one matrix, the gate first.
         num_inputs = 2 if self.gated else 1
@@ -45,15 +53,11 @@ class FeedForward(nn.Module):
         hidden = self.up_proj(copy_to_tp_region(x, self.tp))  # [B, L, F], or [B, L, 2F] with a gate
         if self.up_proj.weight.dtype == torch.float16:
             hidden = hidden.float()  # the product with the gate, and the next, may overflow
-        if self.gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = F.gelu(gate, approximate="tanh") * up  # [B, L, F]
-        else:
-            hidden = F.relu(hidden)
 
         rate = self.dropout_rate if self.training else 0.0
+        form = ExpertForm(self.activation, self.gated, "none", rate)
         with tp_random_numbers(self.tp, x.device, rate):
-            hidden = dropout(hidden, rate)
+            hidden = hidden_units(hidden, None, form)  # [B, L, F]
         return reduce_from_tp_region(self.down_proj(hidden), self.tp)  # [B, L, D]
 
 
@@ -61,7 +65,8 @@ class Context(NamedTuple):
     """Inputs of every block of a stack, in addition to the residual stream.
 
     Attributes:
-        self_bias: <float>[B, 1 or H, L, keys] positions and masks of self-attention.
+        positions: Positions and masks of self-attention.
+        self_bias: <float>[B or 1, H, L, keys] their bias; None if each block has its own.
         token_mask: <bool>[B, L] tokens that may be routed.
         memory: <float>[B, M, D] encoder output, in a decoder.
         memory_bias: <float>[B, 1, L or 1, M] mask of cross-attention; None when nothing is masked.
@@ -73,7 +78,8 @@ class Context(NamedTuple):
         output_attentions: Whether blocks return the weights of their attention.
     """
 
-    self_bias: Tensor
+    positions: Positions
+    self_bias: Tensor | None
     token_mask: Tensor
     memory: Tensor | None
     memory_bias: Tensor | None
@@ -136,6 +142,9 @@ class Block(GradientCheckpointingLayer):
 
         self.self_attention_norm = RMSNorm(config)
         self.self_attention = Attention(config, layer=layer, cross=False)
+        self.position_bias = None
+        if config.relative_bias_in_every_block:
+            self.position_bias = RelativePositionBias(config, decoder=decoder)
         if decoder:
             self.cross_attention_norm = RMSNorm(config)
             self.cross_attention = Attention(config, layer=layer, cross=True)
@@ -162,9 +171,12 @@ class Block(GradientCheckpointingLayer):
 
         # Each layer reads the normalised residual stream and adds to it. In float16 the stream is
         # wider than attention, whose projections may be those of a quantizer, which keep the dtype.
-        dtype = context.self_bias.dtype
+        dtype = context.positions.dtype
+        self_bias = context.self_bias
+        if self.position_bias is not None:
+            self_bias = self.position_bias(context.positions)
         y = self.self_attention_norm(x).to(dtype)
-        y, self_weights = self.self_attention(y, context.self_bias, **attention)
+        y, self_weights = self.self_attention(y, self_bias, **attention)
         x = self._add(x, y)
 
         # In a decoder: attention to the encoder's output.
@@ -202,7 +214,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class Stack(nn.Module):
-    """Encoder or decoder: blocks over embedded tokens, one relative position bias, a final norm.
+    """Encoder or decoder: blocks over embedded tokens, relative position biases, a final norm.
 
     Sums of T5's layers exceed float16's largest number. As in transformers, down projections of a
     model that is loaded in float16 stay float32, and with them the residual stream; attention,
@@ -212,7 +224,9 @@ class Stack(nn.Module):
     def __init__(self, config: STMoEConfig, *, decoder: bool) -> None:
         super().__init__()
         self.decoder = decoder
-        self.position_bias = RelativePositionBias(config, decoder=decoder)
+        self.position_bias = None
+        if not config.relative_bias_in_every_block:
+            self.position_bias = RelativePositionBias(config, decoder=decoder)
 
         # Sparse layers of a stack may differ in their experts.
         num_layers, _ = config.stack_sizes(decoder)
@@ -300,7 +314,7 @@ class Stack(nn.Module):
         if self.decoder and (length > 1 or fixed_size):
             causal = _causal(positions, num_keys)
         allowed = _all_of(_visible(attention_mask), _same_segment(segment_ids, segment_ids), causal)
-        self_bias = self.position_bias(positions, num_keys).to(x.dtype)  # [1, H, L, keys]
+        places = Positions(positions, num_keys, allowed, x.dtype)
 
         # The same for cross-attention, which has no positions.
         memory_allowed = _all_of(
@@ -314,7 +328,8 @@ class Stack(nn.Module):
 
         # Every block reads the same.
         context = Context(
-            self_bias=mask_bias(self_bias, allowed),
+            positions=places,
+            self_bias=None if self.position_bias is None else self.position_bias(places),
             token_mask=routing_mask,
             memory=memory,
             memory_bias=memory_bias,

@@ -280,7 +280,8 @@ def _table_rows(
     config: STMoEConfig, drop_rate: float | str | dict[str, float]
 ) -> list[tuple[str, str]]:
     """Returns the rows of the table on the architecture."""
-    activation = "GEGLU" if config.feed_forward_proj == "gated-gelu" else "ReLU"
+    names = {"gated-gelu": "GEGLU", "gated-silu": "SwiGLU", "relu": "ReLU"}
+    activation = names[config.feed_forward_proj]
     blocks = f"{config.num_layers} in the encoder, {config.num_decoder_layers} in the decoder"
     d_ff = f"d_ff {config.d_ff}"
     if config.expert_d_ff is not None:

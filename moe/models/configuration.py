@@ -42,7 +42,7 @@ from moe.sparse.config import (
     take_convention,
 )
 
-FeedForward = Literal["gated-gelu", "relu"]
+FeedForward = Literal["gated-gelu", "gated-silu", "relu"]
 SparsePosition = Literal["last", "second"]
 
 
@@ -63,12 +63,15 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         num_layers: Blocks of the encoder.
         num_decoder_layers: Blocks of the decoder; None for as many as the encoder has.
         num_heads: Attention heads, H.
-        feed_forward_proj: `gated-gelu` (GEGLU, T5-1.1 and ST-MoE) or `relu` (T5-1.0 and Switch).
+        feed_forward_proj: `gated-gelu` (GEGLU with tanh GELU, T5-1.1 and ST-MoE), `gated-silu`
+            (SwiGLU, UL2) or `relu` (T5-1.0 and Switch).
         tie_word_embeddings: Whether the head is the embedding.
         scale_decoder_outputs: Whether the head's input is scaled by d_model^-0.5; None for as
             `tie_word_embeddings` says. It stays when a tied head is untied, as PEFT does.
         relative_attention_num_buckets: Buckets of the relative position bias.
         relative_attention_max_distance: Distance in tokens from which all positions share a bucket.
+        relative_bias_in_every_block: Whether each block has a table of relative positions, as in
+            umT5; otherwise the blocks of a stack share one.
         layer_norm_epsilon: Added to the mean square of RMSNorm.
         dropout_rate: Dropout of embeddings, attention, feed-forward layers and residual branches.
         expert_dropout_rate: Dropout inside the experts; None for `dropout_rate`.
@@ -143,6 +146,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     scale_decoder_outputs: bool | None = None
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
+    relative_bias_in_every_block: bool = False
     layer_norm_epsilon: float | int = 1e-6
     dropout_rate: float | int = 0.0
     expert_dropout_rate: float | int | None = None
@@ -422,15 +426,14 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             expert_dropout_rate = self.dropout_rate
 
         # Settings of a layer that follow from several of ours.
-        gated = self.feed_forward_proj == "gated-gelu"
         settings: dict[str, Any] = {
             "router": router,
             "router_options": options or {},
             "num_experts": self.layer_experts(decoder=decoder)[layer],
             "d_ff": self.expert_d_ff or self.d_ff,
             "decoder": decoder,
-            "activation": "gelu_pytorch_tanh" if gated else "relu",
-            "gated": gated,
+            "activation": self.activation,
+            "gated": self.gated,
             "product_bias": False,
             "expert_dropout_rate": expert_dropout_rate,
         }
@@ -440,6 +443,17 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             if item.name not in settings:
                 settings[item.name] = getattr(self, item.name)
         return SparseConfig(**settings)
+
+    @property
+    def gated(self) -> bool:
+        """Whether feed-forward layers and experts are gated linear units."""
+        return self.feed_forward_proj.startswith("gated-")
+
+    @property
+    def activation(self) -> str:
+        """The activation of feed-forward layers and experts, by its name in transformers."""
+        kind = self.feed_forward_proj.removeprefix("gated-")
+        return "gelu_pytorch_tanh" if kind == "gelu" else kind
 
     @property
     def rules(self) -> Rules:
@@ -514,8 +528,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         """Returns the parameters of the encoder or the decoder, likewise."""
         D = self.d_model
         attention = 4 * D * self.num_heads * self.d_kv  # query, key, value, output
-        gated = self.feed_forward_proj == "gated-gelu"
-        num_matrices = 3 if gated else 2
+        num_matrices = 3 if self.gated else 2
         feed_forward = num_matrices * D * self.d_ff
 
         num_layers, num_sparse = self.stack_sizes(decoder)
@@ -523,7 +536,8 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         num_dense = num_layers - num_sparse + num_stacked
         attentions = 2 if decoder else 1  # of one block
 
-        total = self.relative_attention_num_buckets * self.num_heads
+        num_tables = num_layers if self.relative_bias_in_every_block else 1
+        total = num_tables * self.relative_attention_num_buckets * self.num_heads
         total += num_layers * attentions * attention
         total += num_dense * feed_forward
         for layer in self.sparse_configs(decoder=decoder):

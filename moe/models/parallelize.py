@@ -46,7 +46,7 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
         sharded over `tp`.
     """
     # The gate and the up projection of a gated layer are packed in one matrix.
-    gated = config.feed_forward_proj == "gated-gelu"
+    gated = config.gated
     return (
         # Whole on every rank of tp.
         Rule("embedding", r"(.*\.)?embed_tokens\.weight"),

@@ -9,6 +9,7 @@ from moe.planning.layer_costs import (
     dropout_mask_bytes,
     head_cost,
     norm_cost,
+    position_bias_cost,
     position_bias_elements,
 )
 from moe.planning.workload import FLOAT32_BYTES, StackPass, Workload, stack_passes
@@ -56,7 +57,8 @@ def activations(
 
     for stack in (encoder, decoder):
         saved += _outside_blocks(stack)
-        held += _position_bias_bytes(stack)
+        tables = 1 if stack.module.position_bias or checkpointing else len(stack.blocks)
+        held += tables * _position_bias_bytes(stack)
         for block in stack.blocks:
             block_bytes = block_cost(block, stack).saved_bytes
             largest_block = max(largest_block, block_bytes)
@@ -74,10 +76,11 @@ def activations(
 
 
 def _outside_blocks(stack: StackPass) -> int:
-    """Returns the bytes that a stack keeps outside its blocks: ids, buckets, and the final norm."""
+    """Returns the bytes that a stack keeps outside its blocks: ids, positions, and the final norm."""
     total = norm_cost(stack.module.final_norm, stack).saved_bytes
     total += stack.num_tokens * _INT64_BYTES  # ids
-    total += stack.length * stack.length * _INT64_BYTES  # buckets of distances
+    if stack.module.position_bias is not None:
+        total += position_bias_cost(stack.module.position_bias, stack).saved_bytes
 
     # Dropout before the first block and after the final norm.
     residual = stack.num_tokens * stack.d_model
@@ -86,7 +89,7 @@ def _outside_blocks(stack: StackPass) -> int:
 
 
 def _position_bias_bytes(stack: StackPass) -> int:
-    """Returns the bytes of the bias of self-attention for this rank's heads."""
+    """Returns the bytes of one bias of self-attention for this rank's heads."""
     attention = stack.blocks[0].self_attention
     num_heads = attention.q_proj.out_features // attention.d_kv // stack.tp
     return position_bias_elements(num_heads, stack) * FLOAT32_BYTES

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import nn
 
 from moe.distributed.mesh import MeshConfig
-from moe.models.attention import Attention, Projection, RMSNorm
+from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm
 from moe.models.blocks import Block, FeedForward
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.planning.workload import FLOAT32_BYTES, StackPass, Workload, pass_counts, stack_passes
@@ -91,7 +91,7 @@ def block_cost(block: Block, stack: StackPass) -> LayerCost:
         cost = layer_cost(layer, stack)
         flops += cost.flops
         saved_bytes += cost.saved_bytes
-        if not isinstance(layer, RMSNorm):
+        if not isinstance(layer, RMSNorm | RelativePositionBias):
             residual = stack.num_tokens * stack.d_model
             saved_bytes += dropout_mask_bytes(residual, block.dropout.p)
     return LayerCost(flops, saved_bytes)
@@ -131,6 +131,12 @@ def norm_cost(layer: RMSNorm, stack: StackPass) -> LayerCost:
     inverse_rms = stack.num_tokens * FLOAT32_BYTES
     normalised = inputs if stack.cpu else 0
     return LayerCost(0, inputs + inverse_rms + normalised)
+
+
+@layer_cost.register
+def position_bias_cost(layer: RelativePositionBias, stack: StackPass) -> LayerCost:
+    """Returns the cost of relative positions: the buckets of distances are kept."""
+    return LayerCost(0, stack.length * stack.length * _INT64_BYTES)
 
 
 @layer_cost.register

@@ -117,7 +117,8 @@ def _model_settings(config: STMoEConfig) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {
         "num_heads": config.num_heads,
-        "gated": config.feed_forward_proj == "gated-gelu",
+        "gated": config.gated,
+        "activation": config.activation,
         "epsilon": config.layer_norm_epsilon,
         "output_scale": config.d_model**-0.5 if config.scale_decoder_outputs else 1,
         "tied": config.tie_word_embeddings,

@@ -229,7 +229,7 @@ def with_added_experts(sparse: ConvertedCheckpoint, added: AddedExperts) -> Conv
     config = added.config(sparse.config)
     m = added.twins(sparse.config)
     G = added.granularity
-    halves = 2 if config.feed_forward_proj == "gated-gelu" else 1
+    halves = 2 if config.gated else 1
 
     weights: dict[str, LazyTensor] = {}
     for name, tensor in empty_weights(config).items():

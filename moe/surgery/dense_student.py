@@ -234,7 +234,7 @@ def dense_student(
 def _read_experts(teacher: ConvertedCheckpoint, block: str) -> _Layer:
     """Returns the experts of a block; G consecutive ones become one of the width of all."""
     G = parts_of_layer(teacher.config)
-    halves = 2 if teacher.config.feed_forward_proj == "gated-gelu" else 1
+    halves = 2 if teacher.config.gated else 1
     first = "gate_up_proj" if halves == 2 else "up_proj"
     up = teacher.weights[f"{block}{_EXPERTS}{first}"].read().float()
     down = teacher.weights[f"{block}{_EXPERTS}down_proj"].read().float()

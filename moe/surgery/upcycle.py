@@ -47,6 +47,7 @@ _DERIVED = {
     "expert_d_ff",
     "model_type",
     "feed_forward_proj",
+    "relative_bias_in_every_block",
     "tie_word_embeddings",
     "scale_decoder_outputs",
     "layer_norm_epsilon",

@@ -44,6 +44,6 @@ def test_a_config_of_ours_has_no_other_format():
 
 
 def test_every_setting_of_a_sparse_layer_can_be_given_for_a_model():
-    derived = {"decoder", "activation", "gated"}
+    derived = {"decoder", "activation", "gated", "product_bias"}
     settings = {item.name for item in fields(STMoEConfig)}
     assert {item.name for item in fields(SparseConfig)} - derived <= settings

@@ -31,6 +31,7 @@ FORMS = {
     "static": {"dispatch": "static"},
     "no expert drops": {"capacity_factor": None},
     "ReLU, tied head": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
+    "SwiGLU, tables": {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True},
     "expert choice": {"router": "expert_choice", "router_options": {}}
     | {"decoder_router": "token_choice"},
     "dropout": {"dropout_rate": 0.1, "expert_dropout_rate": 0.4},

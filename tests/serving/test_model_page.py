@@ -108,10 +108,11 @@ SWITCH = {
     "feed_forward_proj": "relu",
     "sparse_dense_stacking": False,
 }
+UL2_AND_UMT5 = {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True}
 MODELS = [
     ({**THRESHOLD, "tie_word_embeddings": True, "eight_bits": "all", "languages": True}, 60),
     ({**SWITCH, "eight_bits": "experts", "dtype": torch.bfloat16}, 40),
-    ({**DENSE, "dtype": torch.float16}, 40),
+    ({**DENSE, **UL2_AND_UMT5, "dtype": torch.float16}, 40),
 ]
 
 

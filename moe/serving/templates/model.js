@@ -71,9 +71,11 @@ function argmax(numbers) {
   return best;
 }
 
-function gelu(x) {
-  return 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
-}
+const ACTIVATIONS = {
+  gelu_pytorch_tanh: (x) => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3))),
+  silu: (x) => x / (1 + Math.exp(-x)),
+  relu: (x) => Math.max(x, 0),
+};
 
 /** The model: tokens in, logits and routes out. A sequence is a list of vectors, one for each token. */
 class Model {
@@ -120,9 +122,10 @@ class Model {
   }
 
   /** Returns the bias of a head for the distance between two positions. */
-  positionBias(stack, query) {
+  positionBias(stack, block, query) {
     const { buckets } = this.settings[stack];
-    const table = this.weight(`${this.stacks[stack]}.position_bias.table`);
+    const own = this.tensors[`${block}.position_bias.table`]; // else the stack has one table
+    const table = own?.data ?? this.weight(`${this.stacks[stack]}.position_bias.table`);
     const longest = (buckets.length - 1) / 2;
     return (head, key) => {
       const distance = Math.max(-longest, Math.min(longest, key - query));
@@ -132,9 +135,10 @@ class Model {
 
   feedForward(up, down, x) {
     const hidden = product(up, x);
-    if (!this.settings.gated) return product(down, hidden.map((number) => Math.max(number, 0)));
+    const activate = ACTIVATIONS[this.settings.activation];
+    if (!this.settings.gated) return product(down, hidden.map(activate));
     const half = hidden.length / 2;
-    return product(down, hidden.subarray(0, half).map((gate, at) => gelu(gate) * hidden[half + at]));
+    return product(down, hidden.subarray(0, half).map((gate, at) => activate(gate) * hidden[half + at]));
   }
 
   /** Returns the experts of a token with their weights, the best first. */
@@ -202,7 +206,7 @@ class Model {
       };
 
       add("self_attention_norm", (inputs) =>
-        attention("self_attention", inputs, inputs, (at) => this.positionBias(stack, past + at)),
+        attention("self_attention", inputs, inputs, (at) => this.positionBias(stack, name, past + at)),
       );
       if (memory) {
         const source = past ? [] : memory; // its keys do not change
