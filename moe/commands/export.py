@@ -20,6 +20,7 @@ from moe.convert.graphs import export_onnx, export_torch
 from moe.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from moe.errors import ConfigError
 from moe.files import output_path, whole_folder, write_text
+from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.transformers_private import find_file
 from moe.serving.model_page import model_page
@@ -104,11 +105,21 @@ def _write_ctranslate2(options: Any, folder: Path) -> str:
             f"{source} has no tokenizer, whose vocabulary CTranslate2 needs. Save the model's tokenizer there."
         )
     with tempfile.TemporaryDirectory() as temporary:
-        # Ours is written as transformers' T5, which the converter reads.
-        if is_ours:
-            source = temporary
-            convert_checkpoint(options.model, Path(source), form="t5", dtype=torch.float32)
         converter = TransformersConverter(source)
+        # Ours is written as transformers' T5, which the converter reads. It scales the head of a model that is
+        # called tied, which transformers 5 calls every T5.
+        if is_ours:
+            convert_checkpoint(options.model, Path(temporary), form="t5", dtype=torch.float32)
+            converter = TransformersConverter(temporary)
+            load = converter.load_model
+
+            def load_t5(*args: Any, **kwargs: Any) -> Any:
+                model = load(*args, **kwargs)
+                config = STMoEConfig.from_pretrained(options.model)
+                model.config.tie_word_embeddings = config.scale_decoder_outputs
+                return model
+
+            converter.load_model = load_t5
         converter.convert(str(folder), quantization=options.quantization, force=True)
     return "ctranslate2.Translator(FOLDER) answers lists of tokens."
 

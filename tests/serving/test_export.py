@@ -22,7 +22,9 @@ STEPS = 9
 # Experts of the encoder are a node of onnxruntime, those of the decoder are unrolled.
 TOP_1 = {"num_selected_experts": 1, "feed_forward_proj": "relu", "num_decoder_layers": 1}
 TOP_1 |= {"num_experts": 23, "decoder_experts": [3], "decoder_router": "bias_balanced"}
-GEGLU = {"num_selected_experts": 2, "num_experts": 3, "num_decoder_layers": 1}
+UL2_AND_UMT5 = {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True}
+SWIGLU = {"num_selected_experts": 2, "num_experts": 3, "num_layers": 2, "num_decoder_layers": 1}
+SWIGLU |= UL2_AND_UMT5
 pytestmark = pytest.mark.slow
 
 
@@ -99,7 +101,7 @@ def test_onnxruntime_generates_the_tokens_of_the_model(tmp_path, capsys):
 
 
 def test_torch_export_keeps_the_mask_of_the_encoder(tmp_path):
-    model = export(tmp_path, "--format", "torch", **GEGLU)
+    model = export(tmp_path, "--format", "torch", **SWIGLU)
     programs = {
         path.stem: torch.export.load(path).module() for path in (tmp_path / "out").glob("*.pt2")
     }
@@ -132,7 +134,7 @@ def test_what_has_no_graph_is_refused_with_the_reason(tmp_path):
         ("a", [], {"num_experts": 17}, "17 experts cannot be exported"),
         ("b", [], by_tokens, "experts choose among the tokens"),
         ("c", ["--quantization", "int8"], DENSE, "--quantization cannot be combined"),
-        ("d", ["--format", "ctranslate2"], GEGLU, "experts"),
+        ("d", ["--format", "ctranslate2"], SWIGLU, "experts"),
     ]:
         with pytest.raises(ConfigError, match=message):
             export(tmp_path / name, *options, **fields)
@@ -144,14 +146,19 @@ def test_what_has_no_graph_is_refused_with_the_reason(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_ctranslate2_generates_the_tokens_of_a_dense_student(tmp_path, tied):
-    model = export(tmp_path, "--format", "ctranslate2", **DENSE, tie_word_embeddings=tied)
+def test_ctranslate2_generates_the_tokens_and_scores_of_a_dense_student(tmp_path, tied):
+    fields = {} if tied else UL2_AND_UMT5
+    fields |= {**DENSE, "tie_word_embeddings": tied, "num_layers": 2}
+    model = export(tmp_path, "--format", "ctranslate2", **fields)
     translator = ctranslate2.Translator(str(tmp_path / "out"), compute_type="float32")
     tokenizer = word_tokenizer()
     inputs = [tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) for text in texts(20)]
-    answers = translator.translate_batch(inputs, beam_size=1, max_decoding_length=STEPS)
+    options = {"beam_size": 1, "max_decoding_length": STEPS, "return_scores": True}
+    answers = translator.translate_batch(inputs, **options)
     for words, answer in zip(inputs, answers, strict=True):
         ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
-        tokens = model.generate(ids, max_new_tokens=STEPS, do_sample=False)[0, 1:].tolist()
-        wanted = tokenizer.convert_ids_to_tokens(tokens)
+        tokens = model.generate(ids, max_new_tokens=STEPS, do_sample=False)
+        wanted = tokenizer.convert_ids_to_tokens(tokens[0, 1:].tolist())
         assert answer.hypotheses[0] == [word for word in wanted if word != "</s>"]
+        loss = model(input_ids=ids, labels=tokens[:, 1:]).ce_loss  # the mean over tokens
+        assert -answer.scores[0] == pytest.approx(loss.item(), rel=0.01)
