@@ -1,25 +1,30 @@
-"""Maps the config.json of transformers' T5 and Switch to ours and back, field by field."""
+"""Maps the config.json of transformers' T5, mT5, umT5 and Switch to ours and back, field by field."""
 
 import math
 from collections.abc import Mapping
 from textwrap import shorten
 from typing import Any, Literal, cast
 
-from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersConfig, T5Config
+from transformers import (
+    GenerationConfig,
+    MT5Config,
+    PreTrainedConfig,
+    SwitchTransformersConfig,
+    T5Config,
+    UMT5Config,
+)
 
 from moe.checks import check_integer, check_number, is_kind, shown
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import SIZES
 
-Family = Literal["t5", "switch_transformers"]
+Family = Literal["t5", "mt5", "umt5", "switch_transformers"]
 FAMILIES: Mapping[Family, type[Any]] = {
     "t5": T5Config,
+    "mt5": MT5Config,
+    "umt5": UMT5Config,
     "switch_transformers": SwitchTransformersConfig,
-}
-ARCHITECTURES: Mapping[Family, str] = {
-    "t5": "T5ForConditionalGeneration",
-    "switch_transformers": "SwitchTransformersForConditionalGeneration",
 }
 
 _SAME_FIELDS = (*SIZES, "layer_norm_epsilon", "dropout_rate", "use_cache", "pad_token_id")
@@ -50,6 +55,7 @@ IGNORED_FIELDS: Mapping[str, str] = {
     "output_past": "transformers does not read it",
     "router_dtype": "routing is always in float32",
     "router_ignore_padding_tokens": "transformers does not read it, and padding is never routed here",
+    "scalable_attention": "transformers does not read it",
 }
 """Fields without effect on what the model computes, with the reason."""
 
@@ -65,12 +71,7 @@ _CARRIED_FIELDS = (
 )
 """Fields for the callers of a model, with the same names in ours."""
 
-_UNREPRESENTABLE_FIELDS = (
-    "pruned_heads",
-    "quantization_config",
-    "scalable_attention",
-    "tie_encoder_decoder",
-)
+_UNREPRESENTABLE_FIELDS = ("pruned_heads", "quantization_config", "tie_encoder_decoder")
 """Fields that change what is computed, or how weights are stored, unless they are empty."""
 
 
@@ -79,14 +80,14 @@ _UNREPRESENTABLE_FIELDS = (
 
 
 def hf_family(raw_config: Mapping[str, Any]) -> Family:
-    """Returns whether a config.json is of T5 or of Switch; it must be of one of them."""
+    """Returns which family a config.json is of; it must be of one of them."""
     family = raw_config["model_type"]
     assert family in FAMILIES, f"the caller has looked: {family!r}"
     return cast(Family, family)
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of STMoEConfig for a model that computes the same as a T5 or Switch model.
+    """Returns the fields of STMoEConfig for a model that computes the same as a model of a family.
 
     Its config.json is read by transformers' own class, which sets defaults and derived fields. The
     result includes unknown fields, which that class does not read either.
@@ -121,12 +122,13 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     check_number("initializer_factor", factor, above=0, most=1e15)
     fields["initializer_scale"] = float(factor) ** 2
 
-    # The class of T5 ties every head. One that is not scaled has a weight of its own here.
+    # Only a scaled head is tied here; `open_hf_checkpoint` unties one that is stored with other numbers.
     fields["tie_word_embeddings"] = hf_config.tie_word_embeddings
-    if family == "t5":
-        is_scaled = hf_config.scale_decoder_outputs
+    if family != "switch_transformers":
+        is_scaled = _scales_outputs(raw, family)
         fields["scale_decoder_outputs"] = is_scaled
         fields["tie_word_embeddings"] = is_scaled and raw.get("tie_word_embeddings") is not False
+        fields["relative_bias_in_every_block"] = family == "umt5"
 
     # Special tokens; the end token may be in a list.
     ends = hf_config.eos_token_id
@@ -171,6 +173,29 @@ def read_hf_config(hf_class: type[Any], raw: Mapping[str, Any]) -> Any:
         ) from failure
 
 
+def is_written_tied(raw: Mapping[str, Any], family: Family) -> bool:
+    """Returns whether transformers 5 wrote a config.json of T5: as tied, whatever the model is."""
+    if family == "t5":
+        return "scale_decoder_outputs" in raw
+    version = str(raw.get("transformers_version", ""))
+    return family != "switch_transformers" and version.startswith("5.")
+
+
+def _scales_outputs(raw: Mapping[str, Any], family: Family) -> bool:
+    """Returns whether a T5 scales the input of its head by d_model^-0.5.
+
+    Source:
+        transformers 4.57.6: as the tie flag says, which is False by default in mT5 alone. Version 5
+        writes `scale_decoder_outputs`, or nothing for mT5 and umT5, which it does not scale; see
+        docs/guides/convert.md.
+    """
+    if raw.get("scale_decoder_outputs") is not None:
+        return raw["scale_decoder_outputs"]
+    if family != "t5" and is_written_tied(raw, family):
+        return False
+    return raw.get("tie_word_embeddings", family != "mt5") is not False
+
+
 def _feed_forward_proj(hf_config: Any) -> str:
     """Returns our name of the feed-forward layer that transformers computes.
 
@@ -183,15 +208,17 @@ def _feed_forward_proj(hf_config: Any) -> str:
     if not gated and activation == "relu":
         return "relu"
 
-    # T5 1.1 and its descendants; both are the tanh approximation.
+    # T5 1.1 and its descendants; both are the tanh approximation. UL2.
     if gated and activation in ("gelu_new", "gelu_pytorch_tanh"):
         return "gated-gelu"
+    if gated and activation in ("silu", "swish"):
+        return "gated-silu"
 
     kind = "gated" if gated else "plain"
     raise ConfigError(
         f"config.json has {kind} feed-forward layers with the activation {activation!r}; "
         "expected plain ones with relu (T5 1.0, Switch) or gated ones with gelu_new (T5 1.1, "
-        "flan). A model with others cannot be represented here."
+        "flan) or silu (UL2). A model with others cannot be represented here."
     )
 
 
@@ -258,16 +285,18 @@ def _count_sparse_layers(
 
 
 def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
-    """Returns the config.json of a T5 or Switch model that computes the same as our model.
+    """Returns the config.json of a T5, umT5 or Switch model that computes the same as our model.
 
     Args:
         config: Config of our model.
-        family: Which of both.
+        family: `t5` (umT5 if every block has a table of relative positions) or `switch_transformers`.
 
     Raises:
         ConfigError: When there is no such model; gives every reason.
     """
     if family == "t5":
+        if config.relative_bias_in_every_block:
+            family = "umt5"
         obstacles = [f"it has {config.num_experts} experts"] if config.num_experts else []
     else:
         obstacles = _switch_obstacles(config)
@@ -279,19 +308,19 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
         )
 
     # Fields of the backbone, and those for callers.
-    gated = config.feed_forward_proj == "gated-gelu"
+    name = FAMILIES[family].__name__.removesuffix("Config")
     fields = {name: getattr(config, name) for name in _SAME_FIELDS}
     fields |= {
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [f"{name}ForConditionalGeneration"],
         "model_type": family,
         "eos_token_id": config.eos_token_id,
         "decoder_start_token_id": config.decoder_start_token_id,
         "is_encoder_decoder": True,
         "initializer_factor": math.sqrt(config.initializer_scale),
         "tie_word_embeddings": config.tie_word_embeddings,
-        "dense_act_fn": "gelu_new" if gated else "relu",
+        "dense_act_fn": config.activation.replace("gelu_pytorch_tanh", "gelu_new"),
         "feed_forward_proj": config.feed_forward_proj,
-        "is_gated_act": gated,
+        "is_gated_act": config.gated,
     }
     for name in _CARRIED_FIELDS:
         if getattr(config, name, None) is not None:
@@ -348,6 +377,7 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
         obstacles.append("expert_capacity is None: its capacity is a number of slots")
     only_values = {
         "feed_forward_proj": "relu",
+        "relative_bias_in_every_block": False,
         "num_selected_experts": 1,
         "router_input": "hidden",
         "sparse_dense_stacking": False,

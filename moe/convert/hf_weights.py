@@ -1,6 +1,6 @@
-"""Maps checkpoints of transformers' T5 and Switch to our weights, read on demand.
+"""Maps checkpoints of transformers' T5, mT5, umT5 and Switch to our weights, read on demand.
 
-One table of names serves loading and writing. The last lines register both families for
+One table of names serves loading and writing. The last lines register all families for
 `from_pretrained`.
 """
 
@@ -8,13 +8,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe.convert.hf_config import FAMILIES, IGNORED_FIELDS, Family, from_hf_config, hf_family
+from moe.convert.hf_config import (
+    FAMILIES,
+    IGNORED_FIELDS,
+    Family,
+    from_hf_config,
+    hf_family,
+    is_written_tied,
+)
 from moe.convert.weight_map import (
     ConvertedCheckpoint,
     Stack,
     WeightMapping,
     are_equal,
     convert_weights,
+    position_tables,
     stacks_of,
 )
 from moe.errors import CheckpointError
@@ -28,10 +36,10 @@ def hf_weight_map(config: STMoEConfig, family: Family) -> list[WeightMapping]:
 
     Args:
         config: Config of our model.
-        family: Which of both.
+        family: Whose names; those of T5, mT5 and umT5 are equal.
 
     Source:
-        transformers 5.23.0 models/t5, models/switch_transformers.
+        transformers 5.23.0 models/t5, models/umt5, models/switch_transformers.
     """
     weight_map = [WeightMapping("model.encoder.embed_tokens.weight", ("shared.weight",))]
     for stack in stacks_of(config):
@@ -39,8 +47,9 @@ def hf_weight_map(config: STMoEConfig, family: Family) -> list[WeightMapping]:
         theirs = stack.other_name
 
         # The first block holds the table that all of them use.
-        table = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        weight_map.append(WeightMapping(f"{ours}.position_bias.table", (table,)))
+        for name, number in position_tables(config, stack):
+            bias = f"{theirs}.block.{number}.layer.0.SelfAttention.relative_attention_bias"
+            weight_map.append(WeightMapping(name, (f"{bias}.weight",)))
         for number in range(stack.num_blocks):
             weight_map += _block(config, family, stack, number)
         norm = f"{theirs}.final_layer_norm.weight"
@@ -66,7 +75,7 @@ def _block(config: STMoEConfig, family: Family, stack: Stack, number: int) -> li
     # The feed-forward layer comes last; T5 and Switch name its module differently.
     if config.is_sparse_block(number, decoder=stack.decoder):
         return weight_map + _sparse_feed_forward(config, ours, layer)
-    module = f"{layer}.DenseReluDense" if family == "t5" else f"{layer}.mlp"
+    module = f"{layer}.mlp" if family == "switch_transformers" else f"{layer}.DenseReluDense"
     return weight_map + _feed_forward(config, ours, layer, module)
 
 
@@ -111,12 +120,12 @@ def _sparse_feed_forward(config: STMoEConfig, ours: str, layer: str) -> list[Wei
 
 def up_names(config: STMoEConfig) -> tuple[str, ...]:
     """Returns the names of the projections into the hidden units, the gate first."""
-    return ("wi_0", "wi_1") if config.feed_forward_proj == "gated-gelu" else ("wi",)
+    return ("wi_0", "wi_1") if config.gated else ("wi",)
 
 
 def up_proj_name(config: STMoEConfig) -> str:
     """Returns our name of the experts' projection into the hidden units."""
-    return "gate_up_proj" if config.feed_forward_proj == "gated-gelu" else "up_proj"
+    return "gate_up_proj" if config.gated else "up_proj"
 
 
 _SHARED = "shared.weight"
@@ -152,8 +161,13 @@ def open_hf_checkpoint(
     paths = find_weight_files(source, use_safetensors=use_safetensors, **download)
     stored = open_weights(paths)
 
+    # A T5 has the head that is stored, whatever its config.json says.
+    is_tied = family != "switch_transformers" and from_hf_config(raw_config)["tie_word_embeddings"]
+    if is_tied and {_HEAD, _SHARED} <= stored.keys():
+        config.tie_word_embeddings = are_equal(stored[_HEAD], stored[_SHARED])
+
     # transformers 5 writes every T5 as tied, and its head only when that is another tensor.
-    written_tied = family == "t5" and "scale_decoder_outputs" in raw_config
+    written_tied = is_written_tied(raw_config, family)
     embeddings = _resolve_embeddings(
         stored, config, source=str(source), head_is_embedding=written_tied
     )
@@ -162,6 +176,8 @@ def open_hf_checkpoint(
     for name in raw_config:
         if name in IGNORED_FIELDS:
             ignored[f"{name} of config.json"] = IGNORED_FIELDS[name]
+    if family == "umt5" and not config.scale_decoder_outputs:
+        ignored["d_model^-0.5 on logits"] = "is a mistake of transformers 5.0.0 to 5.23"
 
     # The table with which the stacks compute replaces the shared one.
     weight_map = []

@@ -16,6 +16,7 @@ from moe.convert.weight_map import (
     Stack,
     WeightMapping,
     convert_weights,
+    position_tables,
     stacks_of,
 )
 from moe.errors import CheckpointError, ConfigError
@@ -278,7 +279,7 @@ def _infer_config(
 def _backbone_fields(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Returns the fields of STMoEConfig that dense models have, too, except for the blocks."""
     vocab_size, d_model = _shape(shapes, r"token_embedder/embedding")
-    num_heads, num_buckets = _shape(shapes, r"encoder/relpos_bias/rel_embedding")
+    num_heads, num_buckets = _shape(shapes, r"encoder/(layers_0/)?relpos_bias/rel_embedding")
     width = _shape(shapes, r"encoder/layers_\d+/attention/query/kernel")[-1]
     d_ff = _shape(shapes, r"encoder/layers_\d+/mlp/(expert/)?wi(_0)?/kernel")[-1]
     gated = any(name.endswith("/wi_0/kernel") for name in shapes)
@@ -289,6 +290,7 @@ def _backbone_fields(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         "d_ff": d_ff,
         "num_heads": num_heads,
         "relative_attention_num_buckets": num_buckets,
+        "relative_bias_in_every_block": "encoder/relpos_bias/rel_embedding" not in shapes,
         "feed_forward_proj": "gated-gelu" if gated else "relu",
         "tie_word_embeddings": "decoder/logits_dense/kernel" not in shapes,
     }
@@ -346,8 +348,10 @@ def t5x_weight_map(config: STMoEConfig) -> list[WeightMapping]:
     for stack in stacks_of(config):
         ours = stack.name
         theirs = stack.other_name
-        table = f"{theirs}/relpos_bias/rel_embedding"
-        weight_map.append(WeightMapping(f"{ours}.position_bias.table", (table,), transposed=True))
+        for name, number in position_tables(config, stack):
+            layer = f"layers_{number}/" if config.relative_bias_in_every_block else ""
+            table = f"{theirs}/{layer}relpos_bias/rel_embedding"
+            weight_map.append(WeightMapping(name, (table,), transposed=True))
         for number in range(stack.num_blocks):
             weight_map += _block(config, stack, number)
         weight_map.append(_scale(f"{ours}.final_norm.weight", f"{theirs}/{theirs}_norm"))

@@ -87,6 +87,15 @@ def stacks_of(config: STMoEConfig) -> tuple[Stack, Stack]:
     )
 
 
+def position_tables(config: STMoEConfig, stack: Stack) -> Iterator[tuple[str, int]]:
+    """Yields the name of each table of relative positions, and the first block that uses it."""
+    if not config.relative_bias_in_every_block:
+        yield f"{stack.name}.position_bias.table", 0
+        return
+    for number in range(stack.num_blocks):
+        yield f"{stack.name}.blocks.{number}.position_bias.table", number
+
+
 def sparse_blocks(config: PreTrainedConfig) -> dict[str, LayerKey]:
     """Returns the sparse layers of a model of ours or a host, the encoder's first.
 

@@ -60,8 +60,8 @@ def find_format(raw_config: Mapping[str, Any]) -> CheckpointFormat | None:
     known = CHECKPOINT_FORMATS.names()
     if model_type not in known:
         raise ConfigError(
-            f"config.json describes a model of type {shown(model_type)}; expected {OUR_MODEL_TYPE}, or "
-            f"{' or '.join(known)}, which are converted. Load it with its own class."
+            f"config.json describes a model of type {shown(model_type)}, which is not supported; expected "
+            f"{OUR_MODEL_TYPE}, or one of {', '.join(known)}, which are converted. Load it with its own class."
         )
     return CHECKPOINT_FORMATS.get(model_type)
 
