@@ -117,7 +117,11 @@ def layer_statistics(
     plan = router_output.plan
     accepted = plan.accepted  # [G, S, K]
     expert = plan.expert_index[accepted]  # [N], for each accepted choice
-    gate = plan.combine_weight[accepted].double()  # [N]
+
+    # Outside training, weights are gates times the share of tokens that token dropout leaves.
+    left = 1 - layer.config.router_options.get("token_dropout", 0.0)
+    gates = plan.combine_weight.double() / left  # [G, S, K]
+    gate = gates[accepted]  # [N]
 
     # The unweighted output of each accepted choice.
     outputs = [choice_output(layer, tokens, plan, k) for k in range(accepted.shape[2])]
@@ -128,7 +132,7 @@ def layer_statistics(
     best = plan.combine_weight.masked_fill(~accepted, -1).argmax(dim=-1, keepdim=True)
     is_first = torch.zeros_like(accepted).scatter(-1, best, True) & accepted
     first_expert = plan.expert_index[is_first]  # [tokens with an expert]
-    first_gate = plan.combine_weight[is_first].double()
+    first_gate = gates[is_first]
 
     zeros = gate.new_zeros(E)
     return ExpertStatistics(

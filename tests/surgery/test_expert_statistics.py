@@ -87,6 +87,14 @@ def test_statistics_are_those_of_a_loop_over_tokens():
     assert ours["decoder", 0].num_tokens == num_targets
 
 
+def test_token_dropout_is_no_part_of_the_gates():
+    statistics = []
+    for rate in (0.0, 0.5):
+        model = tiny_model(router_options={"token_dropout": rate})
+        statistics.append(expert_statistics(model, [tiny_batch()])["encoder", 0])
+    assert_same({"encoder": statistics[0]}, {"encoder": statistics[1]._asdict()})
+
+
 def test_batches_add_up_and_padding_adds_nothing():
     model = tiny_model()
     batches = [tiny_batch(seed=seed) for seed in (1, 2)]
