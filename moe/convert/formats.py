@@ -290,7 +290,7 @@ def write_checkpoint(
 
 
 def find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> dict[str, Path]:
-    """Returns the files of a model's tokenizer by name.
+    """Returns the files of a model's tokenizer and processor by name.
 
     Args:
         source: A folder or a name of the hub.

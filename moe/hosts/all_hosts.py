@@ -3,16 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from moe.checkpoint.loading import HOST_CLASSES, find_class
+from moe.checkpoint.loading import HOST_CLASSES, empty_model, find_class
 from moe.checks import shown
 from moe.convert.host_weights import HOST_FORMATS, HostFormat
 from moe.errors import ConfigError, did_you_mean
 from moe.hosts import records  # noqa: F401  registers them
 from moe.hosts.model import HOSTS, SparseHost
 from moe.hosts.nllb_moe import from_nllb_moe_config, nllb_moe_weight_map
-from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import sparse_layers
 
 # An early copy of the hub has the second name.
@@ -46,16 +43,11 @@ def count_parameters(source: Path | str) -> tuple[int, int]:
     Args:
         source: A folder, or a name of the hub.
     """
-    model_class = find_class(source)
-    config = model_class.config_class.from_pretrained(source)
-    if isinstance(config, STMoEConfig):
-        return config.num_parameters(), config.num_active_parameters()
-
-    # A token uses K of every E experts.
-    with torch.device("meta"):
-        model = model_class(config)
+    model = empty_model(find_class(source).config_class.from_pretrained(source))
     model.tie_weights()
     total = model.num_parameters()
+
+    # A token uses K of every E experts.
     idle = 0
     for layer in sparse_layers(model).values():
         E, K = layer.config.num_experts, layer.config.num_selected_experts

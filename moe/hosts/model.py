@@ -21,13 +21,12 @@ from moe.convert.formats import open_checkpoint
 from moe.convert.host_weights import HOST_FORMATS
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import refuse_loss_of_a_rank, refuse_to_save
-from moe.errors import ConfigError
 from moe.hosts.blocks import HostFeedForward, prepare_blocks, sparse_sites
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings, SparseHostConfig
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
-from moe.models.losses import share_of_targets
+from moe.models.losses import refuse_missing_labels, share_of_targets
 from moe.models.outputs import RouterRecords
 from moe.models.pretrained import DOWNLOAD, DTYPES, StoredWeights, freeze_quantized_experts
 from moe.models.transformers_private import load_generation_config
@@ -86,18 +85,6 @@ class SparseHost(StoredWeights):
     # transformers' Trainer then gives num_items_in_batch and divides no loss itself.
     accepts_loss_kwargs = True
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Gives `forward` the host's signature, which the Trainer and `generate` read."""
-        super().__init_subclass__(**kwargs)
-        host_forward = cast(Any, super()).forward
-
-        @functools.wraps(host_forward)
-        def forward(self: "SparseHost", *args: Any, **kwargs: Any) -> Any:
-            return self.forward_with_routers(*args, **kwargs)
-
-        forward.__doc__ = cls.forward_with_routers.__doc__
-        cls.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
-
     def __init__(self, config: PreTrainedConfig) -> None:
         """Makes a host with new experts and routers.
 
@@ -105,10 +92,11 @@ class SparseHost(StoredWeights):
             ConfigError: When the configuration has no settings of sparse layers, or they do not
                 fit the host.
         """
-        settings = HostSettings.from_config(config)
+        self.settings = HostSettings.from_config(config)
         super().__init__(config)  # pyright: ignore[reportCallIssue]
-        sites = sparse_sites(cast(Any, self), self.host, settings)
-        self.become_sparse(settings)
+        model = cast(Any, self)
+        sites = sparse_sites(model, self.host, self.settings)
+        prepare_blocks(model, self.host)
         for site in sites:
             self.host.put_layer(site.block, HostFeedForward(site.config))
 
@@ -156,11 +144,6 @@ class SparseHost(StoredWeights):
         config = cast(Any, self).config  # those without it shift by a function
         return shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
 
-    def become_sparse(self, settings: HostSettings) -> None:
-        """Lets the stacks and blocks of a host pass on the calls of sparse layers."""
-        self.settings = settings
-        prepare_blocks(cast(Any, self), self.host)
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Re-initializes the weights of one module; transformers keeps those that were loaded."""
@@ -195,12 +178,15 @@ class SparseHost(StoredWeights):
         names = list(inspect.signature(host_forward).parameters)
         kwargs.update(zip(names, args, strict=False))
         labels = kwargs.get("labels")
-        if labels is None:
-            self._refuse_missing_labels(num_items_in_batch)
-        elif num_items_in_batch is None:
-            refuse_loss_of_a_rank(self)
-        if labels is not None and kwargs.get("decoder_attention_mask") is None:
-            kwargs["decoder_routing_mask"] = until_last_label(labels)
+        masked = kwargs.get("decoder_attention_mask") is not None
+        if labels is not None:
+            if num_items_in_batch is None:
+                refuse_loss_of_a_rank(self)
+            if not masked:
+                kwargs["decoder_routing_mask"] = until_last_label(labels)
+        elif num_items_in_batch is not None and cast(nn.Module, self).training:
+            masked |= not self.settings.decoder_blocks
+            refuse_missing_labels(self.settings, decoder_masked=masked)
 
         # Records of the layers that run; an encoder whose output was given does not.
         records: dict[Stack, list[RouterOutput]] = {}
@@ -267,19 +253,6 @@ class SparseHost(StoredWeights):
             "router_z_loss": router_z.detach(),
         }
 
-    def _refuse_missing_labels(self, num_items_in_batch: Tensor | int | None) -> None:
-        """Raises a ConfigError for a training step without labels."""
-        settings = self.settings
-        weights = (settings.load_balance_loss_weight, settings.router_z_loss_weight)
-        if num_items_in_batch is None or not cast(nn.Module, self).training or not any(weights):
-            return
-        raise ConfigError(
-            "The Trainer gave num_items_in_batch without labels, so the losses of "
-            f"load_balance_loss_weight {weights[0]} and router_z_loss_weight {weights[1]} would be "
-            "left out. Set label_smoothing_factor to 0, use no compute_loss_func, or set both "
-            "weights to 0."
-        )
-
 
 def until_last_label(labels: Tensor) -> Tensor:
     """Returns <bool>[B, T] the positions of labels <int64>[B, T] up to the last target of each row."""
@@ -317,6 +290,10 @@ def register_host(record: Host) -> type[SparseHost]:
 
         config_class = Config
         host = record
+
+        @functools.wraps(dense_class.forward)  # whose signature the Trainer and `generate` read
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.forward_with_routers(*args, **kwargs)
 
     # As if they were written in the calling module, so that pickle finds them.
     module = sys._getframe(1).f_globals

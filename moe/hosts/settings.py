@@ -14,7 +14,7 @@ from moe.errors import ConfigError
 from moe.hosts.host import Host
 from moe.models.pretrained import DOWNLOAD
 from moe.models.weight_files import names_in_index
-from moe.sparse.config import CONVENTIONS, Rules, SparseConfig, earlier_options, take_convention
+from moe.sparse.config import CONVENTIONS, Rules, SparseConfig
 from moe.sparse.router_options import ROUTERS
 from moe.surgery.upcycle import EXACT_ROUTING, Upcycling, every_second
 
@@ -96,7 +96,7 @@ class HostSettings:
         expected = "the settings that upcycle_host writes into config.json"
         check(isinstance(saved, Mapping), "sparse_layers", saved, expected)
         try:
-            return cls(**_without_earlier_fields(saved))
+            return cls(**saved)
         except TypeError as error:
             raise ConfigError(f"sparse_layers of config.json cannot be read: {error}") from error
 
@@ -113,14 +113,11 @@ class HostSettings:
             ConfigError: When a setting does not fit the host.
         """
         given = dict(upcycling.fields)
-        losses: dict[str, Any] = {}
-        for name in ("load_balance_loss_weight", "router_z_loss_weight"):
-            if name in given:
-                losses[name] = given.pop(name)
+        weights = ("load_balance_loss_weight", "router_z_loss_weight")
+        losses = {name: given.pop(name) for name in weights if name in given}
 
         # Both stacks have the same router.
-        known = {item.name for item in fields(SparseConfig)}
-        exact = {name: value for name, value in EXACT_ROUTING.items() if name in known}
+        exact = {n: value for n, value in EXACT_ROUTING.items() if not n.startswith("decoder_")}
         layer = {**exact, **given}
         layer["router_options"] = upcycling.router_options(layer["router"], "router_options")
         G = upcycling.granularity
@@ -218,22 +215,6 @@ class SparseHostConfig:
             return raw, unused
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         return host_format.convert_config(raw, names_in_index(source, **download)), unused
-
-
-def _without_earlier_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns saved settings; the fields that `convention` replaced become `convention`."""
-    settings = dict(saved)
-    given = settings.get("layer", {})
-    check(isinstance(given, Mapping), "layer", given, "fields of SparseConfig")
-    layer: dict[str, Any] = dict(given)
-    if "router_loss_reduction" in settings:
-        layer["router_loss_reduction"] = settings.pop("router_loss_reduction")
-    convention = take_convention(layer)
-    if convention is not None:
-        router = layer.get("router", SparseConfig.router)
-        options = {**earlier_options(router, convention), **layer.get("router_options", {})}
-        layer |= {"convention": convention, "router_options": options}
-    return {**settings, "layer": layer}
 
 
 def _check_inputs(layer: Mapping[str, Any]) -> None:

@@ -13,14 +13,11 @@ from moe.checkpoint.loading import load_model
 from moe.convert.formats import find_tokenizer_files
 from moe.errors import ConfigError
 from moe.hosts.all_hosts import find_host
-from moe.hosts.blocks import HostFeedForward, Site, sparse_sites
+from moe.hosts.blocks import HostFeedForward, Site, prepare_blocks, sparse_sites
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings
-from moe.models.transformers_private import find_file
 from moe.models.weight_files import write_weight_sums
 from moe.surgery.upcycle import Upcycling, draw_router, expert_copies
-
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
 
 
 def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
@@ -57,7 +54,8 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
     sparse.config.__class__ = sparse_class.config_class
     sparse.config.sparse_layers = asdict(settings)
     sparse.__class__ = sparse_class
-    sparse.become_sparse(settings)
+    sparse.settings = settings
+    prepare_blocks(sparse, host)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(upcycling.seed)
         for site in sites:
@@ -120,10 +118,5 @@ def upcycle_host_folder(
     model = load_model(source, **download)
     upcycle_host(model, upcycling).save_pretrained(folder)
     write_weight_sums(folder)
-    files = find_tokenizer_files(source, download)
-    for name in _PROCESSOR_FILES:
-        path = find_file(source, name, **download)
-        if path is not None:
-            files[name] = path
-    for name, path in files.items():
+    for name, path in find_tokenizer_files(source, download).items():
         shutil.copyfile(path, folder / name)

@@ -5,7 +5,7 @@ Each is a sum over tokens or groups, divided by a count of the whole batch.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -281,33 +281,32 @@ def share_of_targets(
     return load_balance, router_z
 
 
-def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
+def refuse_missing_labels(config: Any, *, decoder_masked: bool) -> None:
     """Raises for a training step from which transformers' Trainer removed the labels.
 
     The Trainer does this for its own label smoothing and for a `compute_loss_func`, and then
     computes the loss from logits alone.
 
     Args:
-        config: Config of the model.
-        decoder_masked: Whether a mask marks the decoder's padding without labels.
+        config: Config of a model of ours, or the settings of a host.
+        decoder_masked: Whether a mask marks the decoder's padding without labels, or need not.
 
     Raises:
         ConfigError: When weighted losses would be left out silently, or padding would be routed.
     """
-    # A model without experts has one auxiliary loss.
-    names = ["z_loss_weight"]
-    if config.num_experts:
-        names = ["load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"]
-    lost = [f"{name} {getattr(config, name)}" for name in names if getattr(config, name)]
+    # A model without experts has one auxiliary loss, a host with experts the other two.
+    names = ["load_balance_loss_weight", "router_z_loss_weight"] if config.num_experts else []
+    weights = {name: getattr(config, name, 0) for name in [*names, "z_loss_weight"]}
+    lost = [f"{name} {weight}" for name, weight in weights.items() if weight]
     if lost:
         raise ConfigError(
             f"The Trainer gave num_items_in_batch without labels, so the losses of {', '.join(lost)} would be left "
-            "out. Set label_smoothing in the model's config instead of label_smoothing_factor in the training "
-            "arguments; with your own compute_loss_func, set these weights to 0."
+            "out. Set label_smoothing_factor in the training arguments to 0 (our own models have label_smoothing in "
+            "their config); with your own compute_loss_func, set these weights to 0."
         )
 
     # The labels would also have marked the decoder's padding.
-    if config.num_sparse_decoder_layers and not decoder_masked:
+    if not decoder_masked:
         raise ConfigError(
             "The Trainer gave num_items_in_batch without labels, and without a decoder_attention_mask, so padding "
             "would be routed and use expert capacity. Let the data collator add one."

@@ -378,7 +378,9 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         refuse_unknown_arguments(further, type(self).forward)
         self._refuse_replica()
         if labels is None and num_items_in_batch is not None and self.training:
-            refuse_missing_labels(self.config, decoder_masked=decoder_attention_mask is not None)
+            is_dense = not self.config.num_sparse_decoder_layers
+            masked = decoder_attention_mask is not None or is_dense
+            refuse_missing_labels(self.config, decoder_masked=masked)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
 
         # Labels give the decoder's inputs and padding, unless other arguments do.

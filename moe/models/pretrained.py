@@ -65,8 +65,11 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "spiece.model",
     "tokenizer.model",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
-"""Files of the tokenizer in a model's folder."""
+"""Files of the tokenizer and the processor in a model's folder."""
 
 MODEL = register_folder_kind(
     "model",
@@ -81,7 +84,6 @@ MODEL = register_folder_kind(
         "README.md",
         "modeling_st_moe.py",
         *TOKENIZER_FILES,
-        "chat_template.jinja",
     ],
 )
 
