@@ -4,6 +4,7 @@ Names come from transformers' class, whose computation is wrong from 5.0.0 on.
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from moe.hosts.all_hosts import count_parameters
 from moe.hosts.nllb_moe import from_nllb_moe_config
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import SparseFeedForward
+from moe.surgery.prune import Pruning, choose_experts, prune_checkpoint
 from tests.oracles import nllb_moe as oracle
 from tests.sparse.by_hand import assert_close
 
@@ -68,6 +70,21 @@ def write(folder, config, weights):
     return folder
 
 
+def only_experts(weights, encoder, decoder):
+    """Returns the weights with some experts of each layer, numbered anew, and their rows of the router."""
+    left = {}
+    for name, weight in weights.items():
+        experts = encoder if name.startswith("encoder") else decoder
+        prefix, number, leaf = re.fullmatch(r"(.*expert_)?(\d*)(.*)", name).groups()
+        if name.endswith("classifier.weight"):
+            left[name] = weight[experts]
+        elif prefix is None:
+            left[name] = weight
+        elif int(number) in experts:
+            left[f"{prefix}{experts.index(int(number))}{leaf}"] = weight
+    return left
+
+
 def assert_is_right(model, config, weights):
     """Holds the logits of real positions to the oracle, in float32 and in float64."""
     expected = oracle.logits(weights, config, SOURCE, TARGET)
@@ -101,16 +118,22 @@ def test_a_checkpoint_that_transformers_wrote_is_read_too(tmp_path):
 
 def test_layers_of_a_pruned_checkpoint_have_the_experts_that_its_index_lists(tmp_path):
     config, weights = checkpoint()
-    kept = {}
-    for name, weight in weights.items():
-        num_experts = 3 if name.startswith("encoder") else 2
-        if name.endswith("classifier.weight"):
-            kept[name] = weight[:num_experts]
-        elif not any(f"expert_{number}." in name for number in range(num_experts, 5)):
-            kept[name] = weight
+    kept = only_experts(weights, encoder=[0, 1, 2], decoder=[0, 1])
     model = load_model(write(tmp_path / "pruned", config, kept))
     assert model.settings.encoder_experts == (3, 3) and model.settings.decoder_experts == (2,)
     assert_is_right(model, config, kept)
+
+
+def test_a_pruned_model_computes_what_the_authors_do_with_the_experts_that_stay(tmp_path):
+    config, weights = checkpoint()
+    hub = write(tmp_path / "hub", config, weights)
+    batch = {"input_ids": SOURCE, "attention_mask": SOURCE != 1, "labels": TARGET}
+    kept = choose_experts(load_model(hub), [batch], Pruning("importance", keep=(3, 2))).kept
+    kept["encoder", 1] = kept["encoder", 0]
+    (tmp_path / "ours").mkdir()
+    prune_checkpoint(hub, tmp_path / "ours", kept)
+    left = only_experts(weights, kept["encoder", 0].tolist(), kept["decoder", 0].tolist())
+    assert_is_right(load_model(tmp_path / "ours"), config, left)
 
 
 def test_generation_speaks_the_forced_language_and_equals_the_oracle_with_and_without_a_cache(
