@@ -10,18 +10,31 @@ first, then by their time for communication.
     stmoe plan --preset st-moe-l --mesh.dp_replicate 8 --mesh.ep 16 --training.batch_size 2048 --mtbf 3h
 
 With a mean time between failures it prints the goodput of each way to survive them.
+
+    stmoe plan --from facebook/nllb-moe-54b
+
+With a saved model it prints what its weights need on a disk, in memory and for a token, from its
+config.json.
 """
 
 import argparse
 from functools import cache
 
+import torch
+
+from moe.checkpoint.loading import find_class
+from moe.checks import check
+from moe.cli import Parser, model_name
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import NUM_SENTINELS
 from moe.errors import ConfigError
+from moe.hosts.all_hosts import count_parameters
+from moe.inspection.tables import format_table
 from moe.models.presets import PRESETS
+from moe.planning.checkpoint import checkpoint_needs
 from moe.planning.goodput import FailureCosts, parse_duration, show_survivals, survivals
 from moe.planning.plan import Plan, build_model, make_plan, suggest
-from moe.planning.table import parse_bytes, show_plan, show_suggestions
+from moe.planning.table import parse_bytes, show_bytes, show_plan, show_suggestions
 from moe.planning.workload import Workload
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand
@@ -76,6 +89,8 @@ def build_plan_command(purpose: str, prog: str) -> RecipeCommand[PretrainRecipe]
 def plan_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = build_plan_command("Computes the needs of a run on a mesh.", "stmoe plan")
+    help_of_from = "saved model, a folder or hub name, whose needs are printed instead"
+    command.add_argument("--from", type=str, help=help_of_from)
     command.add_argument(
         "--mtbf",
         type=str,
@@ -86,7 +101,15 @@ def plan_command() -> RecipeCommand[PretrainRecipe]:
 
 
 def main(argv: list[str]) -> None:
-    """Reads the recipe and prints its plan, or ranks meshes."""
+    """Reads the recipe and prints its plan, or ranks meshes; or prints the needs of a saved model."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--from", dest="source", type=model_name)
+    saved, others = parser.parse_known_args(argv)
+    if saved.source is not None:
+        check(not others, "Settings beside --from", " ".join(others), "none")
+        print(show_checkpoint(saved.source))
+        return
+
     recipe, arguments = plan_command().parse(add_preset(argv))
     mtbf = None if arguments.mtbf is None else parse_duration("--mtbf", arguments.mtbf)
     if arguments.suggest is not None:
@@ -100,6 +123,36 @@ def main(argv: list[str]) -> None:
         costs = FailureCosts(mtbf)
         ways = survivals(recipe.mesh, costs)
         print(f"\n{show_survivals(recipe.mesh, costs, ways)}")
+
+
+def show_checkpoint(source: str) -> str:
+    """Returns what the weights of a saved model need, as text.
+
+    Args:
+        source: A folder or a name of the hub.
+    """
+    config = find_class(source).config_class.from_pretrained(source)
+    if getattr(config, "expert_quantization", None) is not None:
+        config = config.replaced(expert_quantization=None)
+    total, of_token = count_parameters(source)
+
+    # Quantized experts leave everything else, and have their scales, in the dtype of the files.
+    dtype = getattr(torch, str(config.dtype or torch.float32).removeprefix("torch."))
+    needs = {
+        "float32": checkpoint_needs(config, torch.float32),
+        "bfloat16": checkpoint_needs(config, torch.bfloat16),
+        "8 bits": checkpoint_needs(config, dtype, bits=8),
+        "4 bits": checkpoint_needs(config, dtype, bits=4),
+    }
+    rows = [["on a disk, and in memory"], ["a token reads"], ["all but experts"]]
+    for experts, experts_of_token, rest in needs.values():
+        for row, num_bytes in zip(rows, (experts, experts_of_token, 0), strict=True):
+            row.append(show_bytes(rest + num_bytes))
+    return (
+        f"{source}: {total:,} parameters, of which a token uses {of_token:,}\n\n"
+        f"{format_table(['', *needs], rows)}\n\n"
+        "With --mmap memory needs all but experts, and the experts that are in use."
+    )
 
 
 def plan_mesh(recipe: PretrainRecipe, arguments: argparse.Namespace) -> tuple[Plan, int | None]:

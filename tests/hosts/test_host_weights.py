@@ -10,14 +10,18 @@ from safetensors import safe_open
 from moe import CheckpointError, ConfigError
 from moe.checkpoint.loading import HOST_CLASSES, empty_model, load_model
 from moe.commands import convert as convert_command
+from moe.commands import plan as plan_command
 from moe.commands import quantize as quantize_command
 from moe.convert.formats import convert_checkpoint
 from moe.convert.host_weights import HOST_FORMATS, HostFormat
 from moe.convert.weight_map import WeightMapping
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight
+from moe.planning.checkpoint import checkpoint_needs
+from moe.planning.table import show_bytes
 from moe.surgery.quantize import quantize_checkpoint
 from tests.hosts.tiny_hosts import dense_host, experts_of, sparse_host
 from tests.largest_tensor import LargestFloats
+from tests.serving.test_mapped import wide_model
 
 
 @pytest.fixture
@@ -193,3 +197,36 @@ def test_a_dense_host_has_nothing_to_quantize(tmp_path):
                 ["--from", str(tmp_path / "host"), "--to", str(tmp_path / "out"), *options]
             )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_plan_of_a_model_is_the_bytes_of_its_files(bits, tmp_path):
+    model = sparse_host("m2m_100") if bits == 8 else wide_model("host")
+    model.save_pretrained(tmp_path / "float")
+    (tmp_path / "small").mkdir()
+    quantize_checkpoint(
+        tmp_path / "float", tmp_path / "small", Quantization(bits, {4: 32}.get(bits))
+    )
+    for folder, planned in (("float", None), ("small", bits)):
+        with safe_open(tmp_path / folder / "model.safetensors", "pt") as file:
+            stored = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+        needs = checkpoint_needs(model.config, torch.float32, bits=planned)
+        assert needs.experts + needs.rest == stored
+        num_experts = 5 if bits == 8 else 37
+        assert needs.experts_of_token * num_experts == needs.experts * 2
+
+
+def test_nllb_moe_is_planned_from_its_config(tmp_path, capsys):
+    config = {"model_type": "nllb-moe", "vocab_size": 256206, "d_model": 2048}
+    for stack in ("encoder", "decoder"):
+        config |= {f"{stack}_layers": 24, f"{stack}_ffn_dim": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan_command.main(["--from", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "54,500,569,088 parameters" in printed
+    assert show_bytes(4 * 54_500_569_088) in printed
+    experts = 12 * 128 * 33_564_672  # 134 MB each
+    assert show_bytes(4 * (54_500_569_088 - experts)) in printed
+    assert show_bytes(4 * (54_500_569_088 - experts * 126 // 128)) in printed
+    with pytest.raises(ConfigError, match="--memory"):
+        plan_command.main(["--from", str(tmp_path), "--memory", "80GiB"])
