@@ -26,7 +26,8 @@ def shard_host(
     Args:
         model: The model, whole and equal on all ranks.
         mesh: The ranks; without `tp`, since the host's attention is not sharded.
-        bfloat16: Whether the parameters of blocks are gathered in bfloat16, for autocast.
+        bfloat16: Whether the parameters of blocks are gathered in bfloat16, for autocast; with
+            torch's LayerNorm only on a GPU.
         gather: Whether FSDP shards dense parameters; False keeps all of them on each rank, for
             inference.
 
@@ -45,6 +46,11 @@ def shard_host(
         num_experts = layer.config.num_experts
         expected = f"a divisor of the {num_experts} experts"
         check(num_experts % sizes.ep == 0, "ep of the mesh", sizes.ep, expected)
+
+    for decoder in (False, True):
+        layerdrop = getattr(model.host.stack(model, decoder=decoder), "layerdrop", 0.0)
+        expected = "0 in both stacks, since ranks that skip different layers wait for one another"
+        check(not (gather and layerdrop), "layerdrop", layerdrop, expected)
 
     layouts: dict[str, Layout] = {}
     for name, parameter in model.named_parameters():
