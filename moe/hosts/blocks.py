@@ -11,10 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from moe.checks import check_integer
-from moe.hosts.host import Host
-from moe.hosts.settings import HostSettings
-from moe.sparse.config import SparseConfig
+from moe.hosts.host import STACKS, Host
 from moe.sparse.integration import SparseFeedForwardAdapter
 
 
@@ -70,40 +67,11 @@ def sparse_block_class(block_class: type[nn.Module], feed_forward: str) -> type[
     return type(block_class.__name__, (SparseBlock, block_class), {"feed_forward": feed_forward})
 
 
-class Site(NamedTuple):
-    """A feed-forward of a host that is sparse, or will be.
-
-    Attributes:
-        block: The block.
-        config: Settings of the sparse layer.
-    """
-
-    block: Any
-    config: SparseConfig
-
-
-def sparse_sites(model: nn.Module, host: Host, settings: HostSettings) -> list[Site]:
-    """Returns the places of the sparse layers of a dense model, the encoder's first.
-
-    Raises:
-        ConfigError: When the model has no such blocks, or a setting does not fit it.
-    """
-    sites: list[Site] = []
-    for decoder in (False, True):
-        blocks = host.stack(model, decoder=decoder).layers
-        name = "decoder_blocks" if decoder else "encoder_blocks"
-        for layer, number in enumerate(settings.blocks(decoder=decoder)):
-            check_integer(name, number, least=0, most=len(blocks) - 1)
-            config = settings.sparse_config(host, model, decoder=decoder, layer=layer)
-            sites.append(Site(blocks[number], config))
-    return sites
-
-
 def prepare_blocks(model: nn.Module, host: Host) -> None:
     """Lets stacks and blocks of a model pass on the calls of sparse layers."""
-    for decoder in (False, True):
-        stack = host.stack(model, decoder=decoder)
-        give_call = functools.partial(_give_call, decoder=decoder)
+    for name in STACKS:
+        stack = host.stack(model, name)
+        give_call = functools.partial(_give_call, decoder=name == "decoder")
         stack.register_forward_pre_hook(give_call, with_kwargs=True)
         for block in stack.layers:
             block.__class__ = sparse_block_class(type(block), host.feed_forward)

@@ -8,6 +8,9 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 from moe.checks import check_choice
 from moe.sparse.config import Activation
+from moe.sparse.editing import Stack
+
+STACKS: tuple[Stack, ...] = ("encoder", "decoder")
 
 _OTHER_NAMES = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 """Further names that transformers has for activations of experts."""
@@ -51,17 +54,17 @@ class Host:
     norm_after: str | None = None
     auto_class: Any = AutoModelForSeq2SeqLM
 
-    def stack(self, model: nn.Module, *, decoder: bool) -> Any:
+    def stack(self, model: nn.Module, name: Stack) -> Any:
         """Returns a stack of a model."""
-        return model.get_submodule(self.decoder if decoder else self.encoder)
+        return model.get_submodule(getattr(self, name))
 
-    def layer_fields(self, model: nn.Module, *, decoder: bool) -> dict[str, Any]:
+    def layer_fields(self, model: nn.Module, stack_name: Stack) -> dict[str, Any]:
         """Returns the fields of SparseConfig that follow from a dense model.
 
         Raises:
             ConfigError: When the activation is one that experts do not have.
         """
-        stack = self.stack(model, decoder=decoder)
+        stack = self.stack(model, stack_name)
         activation = getattr(stack.config, self.activation)
         activation = _OTHER_NAMES.get(activation, activation)
         check_choice(self.activation, activation, get_args(Activation))
@@ -72,7 +75,7 @@ class Host:
             "activation": activation,
             "gated": len(self.first) == 2,
             "product_bias": down.bias is not None,
-            "decoder": decoder,
+            "decoder": stack_name == "decoder",
             "expert_dropout_rate": float(getattr(stack.config, self.dropout)),
         }
 

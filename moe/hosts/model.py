@@ -21,8 +21,8 @@ from moe.convert.formats import open_checkpoint
 from moe.convert.host_weights import HOST_FORMATS
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import refuse_loss_of_a_rank, refuse_to_save
-from moe.hosts.blocks import HostFeedForward, prepare_blocks, sparse_sites
-from moe.hosts.host import Host
+from moe.hosts.blocks import HostFeedForward, prepare_blocks
+from moe.hosts.host import STACKS, Host
 from moe.hosts.settings import HostSettings, SparseHostConfig
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
@@ -95,10 +95,10 @@ class SparseHost(StoredWeights):
         self.settings = HostSettings.from_config(config)
         super().__init__(config)  # pyright: ignore[reportCallIssue]
         model = cast(Any, self)
-        sites = sparse_sites(model, self.host, self.settings)
+        sites = self.settings.sites(self.host, model)
         prepare_blocks(model, self.host)
-        for site in sites:
-            self.host.put_layer(site.block, HostFeedForward(site.config))
+        for block, of_layer in sites:
+            self.host.put_layer(block, HostFeedForward(of_layer))
 
     @classmethod
     def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,8 +191,10 @@ class SparseHost(StoredWeights):
         # Records of the layers that run; an encoder whose output was given does not.
         records: dict[Stack, list[RouterOutput]] = {}
         with ExitStack() as contexts:
-            if labels is not None or output_router_logits:
-                records = self._collect_records(contexts)
+            for name in STACKS if labels is not None or output_router_logits else ():
+                if getattr(self.settings, f"{name}_blocks"):
+                    stack = self.host.stack(cast(Any, self), name)
+                    records[name] = contexts.enter_context(collect_routers(stack))
             output = host_forward(**kwargs, return_dict=True)
 
         fields: dict[str, Any] = {}
@@ -203,16 +205,6 @@ class SparseHost(StoredWeights):
             for name, routers in records.items():
                 fields[f"{name}_router_outputs"] = RouterRecords(routers) or None
         return SparseHostOutput(**{**output, **fields})
-
-    def _collect_records(self, contexts: ExitStack) -> dict[Stack, list[RouterOutput]]:
-        """Returns lists, by stack, that collect the records of its layers until the contexts end."""
-        records: dict[Stack, list[RouterOutput]] = {"encoder": [], "decoder": []}
-        for name in records:
-            decoder = name == "decoder"
-            if self.settings.blocks(decoder=decoder):
-                stack = self.host.stack(cast(Any, self), decoder=decoder)
-                records[name] = contexts.enter_context(collect_routers(stack))
-        return records
 
     def _losses(
         self,

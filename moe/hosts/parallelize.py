@@ -7,6 +7,7 @@ from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, Rule, distribute_parameters, find_layout
 from moe.errors import ConfigError
 from moe.hosts.blocks import SparseBlock
+from moe.hosts.host import STACKS
 from moe.hosts.model import SparseHost
 from moe.models.parallelize import shard_over_data_ranks
 from moe.sparse.editing import sparse_layers
@@ -47,8 +48,8 @@ def shard_host(
         expected = f"a divisor of the {num_experts} experts"
         check(num_experts % sizes.ep == 0, "ep of the mesh", sizes.ep, expected)
 
-    for decoder in (False, True):
-        layerdrop = getattr(model.host.stack(model, decoder=decoder), "layerdrop", 0.0)
+    for stack in STACKS:
+        layerdrop = getattr(model.host.stack(model, stack), "layerdrop", 0.0)
         expected = "0 in both stacks, since ranks that skip different layers wait for one another"
         check(not (gather and layerdrop), "layerdrop", layerdrop, expected)
 

@@ -11,15 +11,16 @@ from transformers import PreTrainedConfig
 from moe.checks import check, check_choice, check_field_types, check_integer, check_number
 from moe.convert.host_weights import HOST_FORMATS
 from moe.errors import ConfigError
-from moe.hosts.host import Host
+from moe.hosts.host import STACKS, Host
 from moe.models.pretrained import DOWNLOAD
 from moe.models.weight_files import names_in_index
 from moe.sparse.config import CONVENTIONS, Rules, SparseConfig
 from moe.sparse.router_options import ROUTERS
 from moe.surgery.upcycle import EXACT_ROUTING, Upcycling, every_second
 
-_FROM_HOST = ("d_model", "d_ff", "activation", "gated", "product_bias", "decoder")
-_FROM_SETTINGS = ("num_experts", "num_selected_experts")
+_DERIVED = ("d_model", "d_ff", "activation", "gated", "product_bias", "decoder")
+_DERIVED += ("num_experts", "num_selected_experts")
+"""Fields of a sparse layer that follow from the host, or from another setting."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class HostSettings:
     def __post_init__(self) -> None:
         """Raises a ConfigError for a value that sparse layers of a host do not support."""
         # JSON has lists.
-        for stack in ("encoder", "decoder"):
+        for stack in STACKS:
             name = f"{stack}_blocks"
             blocks = getattr(self, name)
             check(isinstance(blocks, list | tuple), name, blocks, "a list of numbers of blocks")
@@ -75,7 +76,7 @@ class HostSettings:
         check_number("load_balance_loss_weight", self.load_balance_loss_weight, least=0)
         check_number("router_z_loss_weight", self.router_z_loss_weight, least=0)
 
-        for name in (*_FROM_HOST, *_FROM_SETTINGS):
+        for name in _DERIVED:
             if name in self.layer:
                 raise ConfigError(
                     f"{name} cannot be set as a field: it follows from the host or from another "
@@ -121,9 +122,22 @@ class HostSettings:
         layer = {**exact, **given}
         layer["router_options"] = upcycling.router_options(layer["router"], "router_options")
         G = upcycling.granularity
+
+        # The last block of each equal stretch of a stack.
+        blocks: dict[str, tuple[int, ...]] = {}
+        for stack in STACKS:
+            num_blocks = len(host.stack(model, stack).layers)
+            name = f"num_sparse_{stack}_layers"
+            number = getattr(upcycling, name)
+            if number is None:
+                number = every_second(num_blocks)
+            divides = number == 0 or (number > 0 and num_blocks % number == 0)
+            check(divides, name, number, f"0 or a divisor of the {num_blocks} blocks of the stack")
+            stretch = num_blocks // number if number else num_blocks + 1
+            blocks[f"{stack}_blocks"] = tuple(range(stretch - 1, num_blocks, stretch))
+
         return cls(
-            encoder_blocks=_sparse_blocks(host, model, upcycling, decoder=False),
-            decoder_blocks=_sparse_blocks(host, model, upcycling, decoder=True),
+            **blocks,
             num_experts=G * upcycling.num_experts,
             num_selected_experts=G * upcycling.num_selected_experts,
             granularity=G,
@@ -136,45 +150,35 @@ class HostSettings:
         """The rules of the convention of the layers."""
         return CONVENTIONS[self.layer.get("convention", "ours")]
 
-    def blocks(self, *, decoder: bool) -> tuple[int, ...]:
-        """Returns the numbers of the sparse blocks of a stack."""
-        return self.decoder_blocks if decoder else self.encoder_blocks
+    def sites(self, host: Host, model: nn.Module) -> list[tuple[Any, SparseConfig]]:
+        """Returns the blocks of a dense model that become sparse, and the settings of their layers.
 
-    def layer_experts(self, *, decoder: bool) -> tuple[int, ...]:
-        """Returns the number of experts of each sparse block of a stack."""
-        numbers = self.decoder_experts if decoder else self.encoder_experts
-        return numbers or (self.num_experts,) * len(self.blocks(decoder=decoder))
-
-    def sparse_config(
-        self, host: Host, model: nn.Module, *, decoder: bool, layer: int = 0
-    ) -> SparseConfig:
-        """Returns the settings of one sparse layer; layers of a stack differ only in their experts.
-
-        Args:
-            host: The host.
-            model: A dense model of it.
-            decoder: Whether the layer is in the decoder.
-            layer: Number of the layer among the sparse layers of its stack, from 0.
+        The encoder's are first.
 
         Raises:
-            ConfigError: When `granularity` does not divide the width, or a setting is invalid.
+            ConfigError: When there is no such block, `granularity` does not divide the width, or a
+                setting is invalid.
         """
-        host_fields = host.layer_fields(model, decoder=decoder)
-        d_ff = host_fields["d_ff"]
-        if d_ff % self.granularity:
-            raise ConfigError(
-                f"granularity is {self.granularity}; expected a divisor of d_ff, {d_ff} in the "
-                f"{'decoder' if decoder else 'encoder'}: each layer is split into equal parts."
-            )
-        return SparseConfig(
-            **{
-                **host_fields,
-                "d_ff": d_ff // self.granularity,
-                "num_experts": self.layer_experts(decoder=decoder)[layer],
-                "num_selected_experts": self.num_selected_experts,
-                **self.layer,
-            }
-        )
+        sites: list[tuple[Any, SparseConfig]] = []
+        for stack in STACKS:
+            blocks = host.stack(model, stack).layers
+            numbers = getattr(self, f"{stack}_blocks")
+            experts = getattr(self, f"{stack}_experts") or (self.num_experts,) * len(numbers)
+            for number, num_experts in zip(numbers, experts, strict=True):
+                check_integer(f"{stack}_blocks", number, least=0, most=len(blocks) - 1)
+                host_fields = host.layer_fields(model, stack)
+                d_ff = host_fields["d_ff"]
+                parts = f"a divisor of d_ff, {d_ff} in the {stack}: a layer has equal parts"
+                check(d_ff % self.granularity == 0, "granularity", self.granularity, parts)
+                settings = {
+                    **host_fields,
+                    "d_ff": d_ff // self.granularity,
+                    "num_experts": num_experts,
+                    "num_selected_experts": self.num_selected_experts,
+                    **self.layer,
+                }
+                sites.append((blocks[number], SparseConfig(**settings)))
+        return sites
 
 
 class SparseHostConfig:
@@ -228,24 +232,3 @@ def _check_inputs(layer: Mapping[str, Any]) -> None:
             f"Router {router!r} needs the ids of the tokens, but the feed-forward of a host is "
             "given hidden states. Choose a router with a gate, e.g. 'token_choice' or 'switch'."
         )
-
-
-def _sparse_blocks(
-    host: Host, model: nn.Module, upcycling: Upcycling, *, decoder: bool
-) -> tuple[int, ...]:
-    """Returns the last block of each equal stretch of a stack.
-
-    Raises:
-        ConfigError: When the number of sparse layers does not divide that of the blocks.
-    """
-    num_blocks = len(host.stack(model, decoder=decoder).layers)
-    name = "num_sparse_decoder_layers" if decoder else "num_sparse_encoder_layers"
-    num_sparse = getattr(upcycling, name)
-    if num_sparse is None:
-        num_sparse = every_second(num_blocks)
-    if not num_sparse:
-        return ()
-    divides = 0 < num_sparse <= num_blocks and num_blocks % num_sparse == 0
-    check(divides, name, num_sparse, f"0 or a divisor of the {num_blocks} blocks of the stack")
-    stretch = num_blocks // num_sparse
-    return tuple(range(stretch - 1, num_blocks, stretch))

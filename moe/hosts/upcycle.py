@@ -13,10 +13,11 @@ from moe.checkpoint.loading import load_model
 from moe.convert.formats import find_tokenizer_files
 from moe.errors import ConfigError
 from moe.hosts.all_hosts import find_host
-from moe.hosts.blocks import HostFeedForward, Site, prepare_blocks, sparse_sites
+from moe.hosts.blocks import HostFeedForward, prepare_blocks
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings
 from moe.models.weight_files import write_weight_sums
+from moe.sparse.config import SparseConfig
 from moe.surgery.upcycle import Upcycling, draw_router, expert_copies
 
 
@@ -47,7 +48,7 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
             "whole and without adapters."
         )
     settings = HostSettings.from_upcycling(host, model, upcycling)
-    sites = sparse_sites(model, host, settings)
+    sites = settings.sites(host, model)
 
     # The same object, with everything that it has besides the feed-forwards.
     sparse = cast(Any, model)
@@ -58,42 +59,42 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
     prepare_blocks(sparse, host)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(upcycling.seed)
-        for site in sites:
-            _make_sparse(site, host, upcycling)
+        for block, of_layer in sites:
+            _make_sparse(block, of_layer, host, upcycling)
     return sparse
 
 
 @torch.no_grad()
-def _make_sparse(site: Site, host: Host, upcycling: Upcycling) -> None:
+def _make_sparse(block: Any, config: SparseConfig, host: Host, upcycling: Upcycling) -> None:
     """Puts a sparse layer of copies where a block has its dense layer."""
-    down = site.block.get_submodule(host.down)  # D from F
-    first = [site.block.get_submodule(name) for name in host.first]  # F from D each
+    down = block.get_submodule(host.down)  # D from F
+    first = [block.get_submodule(name) for name in host.first]  # F from D each
     with torch.device("meta"):
-        feed_forward = HostFeedForward(site.config)
+        feed_forward = HostFeedForward(config)
     experts = cast(Any, feed_forward.sparse).experts
 
     # Stacked weights of all experts. Gates sum to 1, so that parts of a copy add b2 once.
     F = down.in_features
     up = torch.cat([linear.weight for linear in first])  # [2F or F, D]
-    name = "gate_up_proj" if site.config.gated else "up_proj"
+    name = "gate_up_proj" if config.gated else "up_proj"
     weights: dict[str, Tensor] = {
         name: expert_copies(up, upcycling, F, is_down=False),
         "down_proj": expert_copies(down.weight, upcycling, F, is_down=True),
     }
-    if site.config.product_bias:
+    if config.product_bias:
         b1 = torch.cat([linear.bias for linear in first])  # [2F or F]
         weights[f"{name}_bias"] = expert_copies(b1[:, None], upcycling, F, is_down=False)[..., 0]
-        weights["down_proj_bias"] = down.bias.repeat(site.config.num_experts, 1)  # [E, D]
+        weights["down_proj_bias"] = down.bias.repeat(config.num_experts, 1)  # [E, D]
     # A bias of hidden units without effect.
     if experts.bias is not None:
-        initial = 1.0 if site.config.expert_bias == "multiplicative" else 0.0
+        initial = 1.0 if config.expert_bias == "multiplicative" else 0.0
         weights["bias"] = torch.full_like(experts.bias, initial, dtype=up.dtype, device=up.device)
     experts.load_state_dict(weights, assign=True)
 
-    router = draw_router(site.config, upcycling)
+    router = draw_router(config, upcycling)
     cast(Any, feed_forward.sparse).router = router.to(up)
-    feed_forward.train(site.block.training)
-    host.put_layer(site.block, feed_forward)
+    feed_forward.train(block.training)
+    host.put_layer(block, feed_forward)
 
 
 def upcycle_host_folder(

@@ -115,14 +115,14 @@ def unpacked(batch: Batch) -> Batch:
     """Returns a batch with a mask instead of its segments.
 
     Raises:
-        DataError: When it has no ids or labels, or a row holds several examples.
+        DataError: When it has no labels, or a row holds several examples.
     """
     names = ("segment_ids", "decoder_segment_ids")
     segments = [batch[name] for name in names if name in batch]
     is_packed = any(int(numbers.max()) > 1 for numbers in segments)
-    if not {"input_ids", "labels"} <= batch.keys() or is_packed:
+    if "labels" not in batch or is_packed:
         raise DataError(
-            "A batch to trace needs input_ids and labels, and one example in each row: "
+            "A batch to trace needs labels, and one example in each row: "
             "the decoder's tokens come from the labels. "
             "Give batches that are not packed."
         )
@@ -192,6 +192,8 @@ class Recording:
         is_traced = isinstance(traced, TracedBatch)
         check(is_traced, "A batch to record", traced, "a TracedBatch; see traced_batches")
         batch = unpacked(traced.batch)
+        if "input_ids" not in batch:
+            raise DataError("A batch to trace needs input_ids: sounds and images have none.")
         ids = batch["input_ids"]
         labels = batch["labels"]
         decoder_ids = cast(Any, self._model).prepare_decoder_input_ids_from_labels(labels)

@@ -12,6 +12,7 @@ from moe.checkpoint.final_model import save_model_on_mesh
 from moe.checkpoint.loading import load_model
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError
+from moe.hosts.host import STACKS
 from moe.hosts.parallelize import shard_host
 from moe.sparse.editing import sparse_layers
 from tests.distributed.ranks import run_ranks, whole
@@ -129,7 +130,7 @@ def plain_fsdp(name, rank):
     batch = tiny_batch()
     oracle, model = build(name), build(name)
     oracle(**batch, num_items_in_batch=31).loss.backward()
-    for stack in (model.host.stack(model, decoder=decoder) for decoder in (False, True)):
+    for stack in (model.host.stack(model, name) for name in STACKS):
         for block in stack.layers:
             fully_shard(block)
     fully_shard(model)
