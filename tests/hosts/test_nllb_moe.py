@@ -63,8 +63,9 @@ def write(folder, config, weights):
     index = {}
     for number in range(3):
         file = f"pytorch_model-{number + 1:05}-of-00003.bin"
-        torch.save({name: weights[name] for name in names[number::3]}, folder / file)
-        index |= dict.fromkeys(names[number::3], file)
+        part = names[number * len(names) // 3 : (number + 1) * len(names) // 3]
+        torch.save({name: weights[name].clone() for name in part}, folder / file)
+        index |= dict.fromkeys(part, file)
     content = json.dumps({"metadata": {}, "weight_map": index})
     (folder / "pytorch_model.bin.index.json").write_text(content)
     return folder
