@@ -257,7 +257,7 @@ def _read_pairs(options: Namespace) -> list[SourceText]:
             kind = options.pairs.stem
             if options.by_prefix:
                 kind = prefix if separator else ""
-            sources.append(SourceText(*pair.texts, number, kind))
+            sources.append(SourceText(*pair.texts, number, kind, pair.languages))
         return sources
     return load_entry_point("stmoe.tasks", "read_pairs")(options.task, options.split)
 

@@ -13,7 +13,7 @@ from moe.checks import shown
 from moe.data.rows import Row, read_rows, text_of
 from moe.errors import DataError
 
-COLUMNS = ("inputs", "targets", "group")
+COLUMNS = ("inputs", "targets", "group", "source_language", "target_language")
 ADVICE = 'Expected rows like {"inputs": "...", "targets": "..."}; --columns names other columns.'
 
 LEAST_PAIRS = 20
@@ -27,26 +27,36 @@ class Pair(NamedTuple):
         inputs: Text that the model sees.
         targets: Text that the model should write.
         group: Pairs of one group depend on each other; None if the pair is its own group.
+        source_language: Code of the language of the input; None for the tokenizer's.
+        target_language: Likewise of the target.
     """
 
     inputs: str
     targets: str
     group: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
 
     @property
     def texts(self) -> tuple[str, str]:
-        """Input and target, which training sees."""
+        """Input and target."""
         return self.inputs, self.targets
+
+    @property
+    def languages(self) -> tuple[str | None, str | None]:
+        """Codes of the languages of input and target."""
+        return self.source_language, self.target_language
 
 
 def read_pairs(path: Path, columns: Mapping[str, str] | None = None) -> list[Pair]:
     """Returns the pairs of a table, which has `inputs` and `targets`; see `read_rows` for its kinds.
 
-    A row may have a `group`, a text or an integer; other columns are not read.
+    A row may have a `group`, a text or an integer, a `source_language` and a `target_language`;
+    other columns are not read.
 
     Args:
         path: The table.
-        columns: Names of the columns for `inputs`, `targets` and `group` where they are others.
+        columns: Names of these columns where they are others.
 
     Raises:
         DataError: When a row is something else, or there is none.
@@ -72,7 +82,11 @@ def _to_pair(row: Row, names: Mapping[str, str], where: str) -> Pair:
         raise DataError(
             f"{where}: {names['group']} is {shown(group)}. Expected a text or an integer, or no group."
         )
-    return Pair(inputs, targets, None if group is None else str(group))
+    codes = {}
+    for name in COLUMNS[3:]:
+        if row.get(names[name]) is not None:
+            codes[name] = text_of(row, names[name], where=where, advice=ADVICE)
+    return Pair(inputs, targets, None if group is None else str(group), **codes)
 
 
 def hold_out(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:

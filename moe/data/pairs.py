@@ -7,14 +7,15 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
+from moe.data.language_codes import by_languages
 from moe.data.packing import Example
-from moe.data.tokenizer import SpecialIds, enclose, input_frame, pad_and_eos, text_ids
+from moe.data.tokenizer import SpecialIds, enclose, input_frame, target_frame, text_ids
 from moe.data.tokens import Arrays, kept_arrays, tokens_name
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Side(NamedTuple):
 
 
 def encode_pairs(
-    pairs: Sequence[tuple[str, str]],
+    pairs: Sequence[tuple[Any, ...]],
     tokenizer: PreTrainedTokenizerFast,
     lengths: tuple[int, int],
     sentinels: Sentinels,
@@ -53,26 +54,40 @@ def encode_pairs(
     """Returns the tokens <int32>[N] of both texts of each pair, in order; see `PairSource`.
 
     Args:
-        pairs: Input and target texts.
+        pairs: Input and target texts; also the codes of their languages, if they are not the
+            tokenizer's.
         tokenizer: Tokenizer with an end token.
         lengths: Maximum number of tokens of an input and of a target.
         sentinels: See `PairSource`.
         keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
-    """
-    # An input ends with the sentinel, and a target begins with it.
-    _, eos = pad_and_eos(tokenizer)
-    sentinel = [SpecialIds.of(tokenizer).first_sentinel] if sentinels == "one" else []
-    start, end = input_frame(tokenizer)
-    inputs_side = Side("inputs", lengths[0], start=start, end=[*sentinel, *end])
-    targets_side = Side("targets", lengths[1], start=sentinel, end=[eos])
 
+    Raises:
+        ConfigError: When a language is missing or unknown.
+    """
     # For few texts, a file costs more time than it saves.
-    if sum(len(inputs) + len(targets) for inputs, targets in pairs) < _WORTH_KEEPING:
+    num_characters = sum(len(inputs) + len(targets) for inputs, targets, *_ in pairs)
+    if num_characters < _WORTH_KEEPING or not tokenizer.is_fast:
         keep_in = None
 
-    inputs = _encode([pair[0] for pair in pairs], tokenizer, inputs_side, keep_in)
-    targets = _encode([pair[1] for pair in pairs], tokenizer, targets_side, keep_in)
-    return list(zip(inputs, targets, strict=True))
+    examples: dict[int, Example] = {}
+    for of_languages, numbers in by_languages(tokenizer, [pair[2:] for pair in pairs]):
+        inputs_side, targets_side = _sides(of_languages, lengths, sentinels)
+        inputs = _encode([pairs[n][0] for n in numbers], of_languages, inputs_side, keep_in)
+        targets = _encode([pairs[n][1] for n in numbers], of_languages, targets_side, keep_in)
+        examples.update(zip(numbers, zip(inputs, targets, strict=True), strict=True))
+    return [examples[number] for number in range(len(pairs))]
+
+
+def _sides(
+    tokenizer: PreTrainedTokenizerFast, lengths: tuple[int, int], sentinels: Sentinels
+) -> tuple[Side, Side]:
+    """Returns how inputs and targets become tokens."""
+    # An input ends with the sentinel, and a target begins with it.
+    sentinel = [SpecialIds.of(tokenizer).first_sentinel] if sentinels == "one" else []
+    start, end = input_frame(tokenizer)
+    inputs = Side("inputs", lengths[0], start=start, end=[*sentinel, *end])
+    start, end = target_frame(tokenizer)
+    return inputs, Side("targets", lengths[1], start=[*sentinel, *start], end=end)
 
 
 def _encode(
@@ -123,7 +138,7 @@ def tokenize_side(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: Si
     # A few thousand texts at once: the tokenizer's lists are large.
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
         chunk = texts[first : first + _TEXTS_AT_ONCE]
-        for ids in text_ids(tokenizer, chunk, markers=True):
+        for ids in text_ids(tokenizer, chunk, markers=True, targets=side.name == "targets"):
             num_truncated += len(ids) > room
             enclosed = enclose(ids, side.length, start=side.start, end=side.end)
             encoded.append(np.asarray(enclosed, dtype=np.int32))

@@ -18,7 +18,7 @@ from moe.data.chunks import Text, WholeText, epoch_order
 from moe.data.packing import Example, Tokens, example_rows, fill_row
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_masks, tokens_length
-from moe.data.tokenizer import SpecialIds
+from moe.data.tokenizer import SpecialIds, has_sentinels, pad_and_eos
 from moe.errors import ConfigError, DataError
 
 Batch = dict[str, Tensor]
@@ -250,7 +250,8 @@ class RowSource(ABC):
         self.lengths = self.row_lengths if pack else None
         self.seed = seed
         self.settings = (*self.row_lengths, batch_size, seed, pack)
-        self._padding = SpecialIds.of(tokenizer).pad
+        self._padding, _ = pad_and_eos(tokenizer)
+        self._has_segments = has_sentinels(tokenizer)  # other models know masks
 
     @abstractmethod
     def row(self, position: int) -> list[Example]:
@@ -264,10 +265,15 @@ class RowSource(ABC):
 
         Returns:
             `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids`
-            <int64>[B, T].
+            <int64>[B, T]; `input_ids`, `attention_mask` and `labels` if the tokenizer has no
+            sentinels, as those of other models.
         """
         positions = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return stack_rows(self.row, positions, self.lengths, self._padding, rows)
+        batch = stack_rows(self.row, positions, self.lengths, self._padding, rows)
+        if not self._has_segments:
+            del batch["decoder_segment_ids"]
+            batch["attention_mask"] = batch.pop("segment_ids").clamp(max=1)
+        return batch
 
 
 class PairSource(RowSource):

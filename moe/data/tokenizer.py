@@ -18,14 +18,18 @@ import sentencepiece
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast, T5Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.auto.tokenization_auto import (
+    TOKENIZER_MAPPING_NAMES,
+    tokenizer_class_from_name,
+)
 
 from moe.checks import check_integer
 from moe.checksums import read_sums, refuse_damage, write_sums
-from moe.errors import DataError
+from moe.errors import ConfigError, DataError
 from moe.files import check_replaceable, kind_of, register_folder_kind, whole_folder
-from moe.parsing import reading
+from moe.parsing import read_json, reading
 
 PAD = "<pad>"
 EOS = "</s>"
@@ -39,6 +43,9 @@ MODEL_MAX_LENGTH = 512
 SENTENCEPIECE_FILE = "spiece.model"
 TOKENIZER_FILE = "tokenizer.json"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_OTHER_VOCABULARIES = ("sentencepiece.bpe.model", "source.spm", "vocab.json")
+"""Files of M2M100, NLLB and mBART, of Marian, and of BART."""
+
 TOKENIZER = register_folder_kind(
     "tokenizer",
     markers=[TOKENIZER_FILE, SENTENCEPIECE_FILE],
@@ -146,10 +153,30 @@ def input_frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int
     return ([], [eos]) if has_sentinels(tokenizer) else _added_tokens(tokenizer)
 
 
-def _added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Returns the special tokens that a tokenizer adds before and after any text."""
-    (text,) = text_ids(tokenizer, ["a"])
-    framed = tokenizer("a", split_special_tokens=True)["input_ids"]
+def target_frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Returns the special tokens before and after a target of the decoder.
+
+    They are those that the tokenizer adds to targets, such as the code of their language, if an end
+    token is among them; else an end token follows, as in T5 and Gemma.
+
+    Raises:
+        ConfigError: When the tokenizer has language codes, and does not know that of the targets.
+    """
+    _, eos = pad_and_eos(tokenizer)
+    if getattr(tokenizer, "tgt_lang", "") is None:
+        raise ConfigError(
+            "The tokenizer has language codes, but the language of the targets was not given. Add "
+            "--target-language CODE, or a column target_language."
+        )
+    start, end = _added_tokens(tokenizer, targets=True)
+    return (start, end) if eos in end and not has_sentinels(tokenizer) else ([], [eos])
+
+
+def _added_tokens(tokenizer: Any, *, targets: bool = False) -> tuple[list[int], list[int]]:
+    """Returns the special tokens that a tokenizer adds before and after any text, or any target."""
+    (text,) = text_ids(tokenizer, ["a"], targets=targets)
+    side = "text_target" if targets else "text"
+    framed = tokenizer(**{side: "a"}, split_special_tokens=True)["input_ids"]
     start = framed.index(text[0])
     return framed[:start], framed[start + len(text) :]
 
@@ -190,7 +217,9 @@ def enclose(
     return [*start, *ids[:room], *end]
 
 
-def text_ids(tokenizer: Any, texts: Sequence[str], *, markers: bool = False) -> list[list[int]]:
+def text_ids(
+    tokenizer: Any, texts: Sequence[str], *, markers: bool = False, targets: bool = False
+) -> list[list[int]]:
     """Returns the tokens of each text, without those that the tokenizer adds to any text.
 
     No text can write a control token, as in sentencepiece: `</s>` and `<pad>` are read as letters.
@@ -200,6 +229,7 @@ def text_ids(tokenizer: Any, texts: Sequence[str], *, markers: bool = False) -> 
         texts: What users wrote.
         markers: Whether the other special tokens, such as `<extra_id_0>`, are tokens where a text
             has them, unless the tokenizer's `split_special_tokens` is set; else they are letters.
+        targets: Whether the decoder reads them: Marian has another vocabulary for it.
     """
     if not texts:
         return []
@@ -210,7 +240,8 @@ def text_ids(tokenizer: Any, texts: Sequence[str], *, markers: bool = False) -> 
     parts = [pattern.split(text) if markers else [text] for text in texts]
     letters = list(chain.from_iterable(of_text[::2] for of_text in parts))
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    encoded = iter(reader(letters, **options)["input_ids"])
+    side = "text_target" if targets else "text"
+    encoded = iter(reader(**{side: letters}, **options)["input_ids"])
 
     all_ids: list[list[int]] = []
     for of_text in parts:
@@ -379,7 +410,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Returns the tokenizer in `folder`: made by `train_tokenizer`, or saved with a model.
 
     Raises:
-        DataError: When the folder has neither tokenizer.json nor T5's spiece.model, or a file is
+        DataError: When the folder has neither tokenizer.json nor another vocabulary, or a file is
             damaged; names the file.
     """
     folder = Path(folder)
@@ -387,8 +418,8 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     if (folder / "config.json").is_file():
         advice = "Copy the files of the model's tokenizer there, from where the model comes from."
 
-    # T5's checkpoints may have a spiece.model alone; ours always have a tokenizer.json.
-    vocabularies = [TOKENIZER_FILE, SENTENCEPIECE_FILE]
+    # Others' checkpoints may have their own files alone; ours always have a tokenizer.json.
+    vocabularies = [TOKENIZER_FILE, SENTENCEPIECE_FILE, *_OTHER_VOCABULARIES]
     present = [name for name in vocabularies if (folder / name).is_file()]
     if not present:
         raise DataError(f"{folder} has no {TOKENIZER_FILE} and no {SENTENCEPIECE_FILE}. {advice}")
@@ -400,11 +431,23 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     refuse_damage(folder, names, advice=advice)
 
     # Files that do not fit together, e.g. a missing unknown token, show when the tokenizer is used.
-    tokenizer_class = PreTrainedTokenizerFast if TOKENIZER_FILE in present else T5Tokenizer
     with reading(folder / present[0], advice=advice):
-        tokenizer = tokenizer_class.from_pretrained(str(folder))
+        tokenizer = _find_tokenizer_class(folder, present[0]).from_pretrained(str(folder))
         tokenizer("a \U0010fffe")
     return tokenizer
+
+
+def _find_tokenizer_class(folder: Path, vocabulary: str) -> Any:
+    """Returns the class that reads a tokenizer: its own if no other knows its languages or its files."""
+    settings: dict[str, Any] = {"model_type": ""}
+    for file in ("config.json", *_SETTINGS_FILES[:1]):
+        if (folder / file).is_file():
+            settings |= read_json(folder / file)
+    of_model = TOKENIZER_MAPPING_NAMES.get(settings["model_type"].removeprefix("sparse_"))
+    own = tokenizer_class_from_name(settings.get("tokenizer_class") or of_model or "")
+    if vocabulary in _OTHER_VOCABULARIES or hasattr(own, "src_lang"):
+        return own or AutoTokenizer
+    return PreTrainedTokenizerFast if vocabulary == TOKENIZER_FILE else T5Tokenizer
 
 
 def end_with_sentinel(

@@ -68,6 +68,12 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "preprocessor_config.json",
     "processor_config.json",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+    "vocab.json",
+    "target_vocab.json",
+    "merges.txt",
 )
 """Files of the tokenizer and the processor in a model's folder."""
 

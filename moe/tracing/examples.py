@@ -14,9 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer
+from moe.data.language_codes import with_languages
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
-from moe.data.tokenizer import SpecialIds, input_frame, pad_and_eos, text_ids
+from moe.data.tokenizer import SpecialIds, input_frame, pad_and_eos, target_frame, text_ids
 from moe.errors import DataError
 from moe.models.configuration import STMoEConfig
 from moe.tracing.recorder import TracedBatch, evaluation_mode
@@ -35,12 +36,14 @@ class SourceText(NamedTuple):
         target: Target of a pair; empty for a text alone.
         document: Number of its document: texts of one document are not independent.
         domain: Name of its kind.
+        languages: Codes of the languages of both texts; empty for the tokenizer's.
     """
 
     text: str
     target: str
     document: int
     domain: str
+    languages: tuple[str | None, ...] = ()
 
 
 class _Row(NamedTuple):
@@ -219,12 +222,14 @@ def paired_batches(
 
     # Truncation and sentinels are those of fine-tuning.
     chosen = [pairs[number] for number in _evenly(len(pairs), most_examples)]
-    texts = [(pair.text, pair.target) for pair in chosen]
+    texts = [(pair.text, pair.target, *pair.languages) for pair in chosen]
     encoded = encode_pairs(texts, tokenizer, (inputs_length, targets_length), sentinels)
     rows = []
     for (inputs, targets), source in zip(encoded, chosen, strict=True):
         rows.append(_Row(np.asarray(inputs), np.asarray(targets), source))
-    return _batches(rows, batch_size, pad_and_eos(tokenizer)[0])
+    given, _ = target_frame(with_languages(tokenizer, *chosen[0].languages))
+    batches = _batches(rows, batch_size, pad_and_eos(tokenizer)[0])
+    return (batch._replace(num_given=len(given)) for batch in batches)
 
 
 def _evenly(number: int, most: int | None) -> list[int]:

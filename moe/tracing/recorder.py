@@ -59,11 +59,13 @@ class TracedBatch(NamedTuple):
         batch: With labels and one example in each row, on the model's device.
         documents: Number of the document of each example.
         domains: Name of the kind of text of each example.
+        num_given: First tokens of the labels that answers are given, such as their language.
     """
 
     batch: Batch
     documents: Sequence[int]
     domains: Sequence[str]
+    num_given: int = 0
 
 
 def traced_batches(batches: Iterable[Batch], domain: str = "") -> Iterator[TracedBatch]:

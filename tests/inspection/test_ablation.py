@@ -169,12 +169,12 @@ def test_sums_are_those_of_each_token_by_class_document_and_choice():
     ablation = ablate_experts(model, batches, classes, progress=False)
     assert (ablation.num_documents, ablation.num_targets) == (5, len(trace.decoder.targets))
 
-    before = torch.cat([losses(model, batch) for batch, _, _ in batches])
+    before = torch.cat([losses(model, batch) for batch, *_ in batches])
     assert ablation.loss == pytest.approx(float(before.mean()))
     document = torch.tensor([0, 1, 2, 3, 0, 4])[trace.decoder.example]
     for layer, layer_trace in zip(ablation.layers, trace.layers, strict=True):
         with edit_routing(model, {layer.key: DropExperts(4)}):
-            after = torch.cat([losses(model, batch) for batch, _, _ in batches])
+            after = torch.cat([losses(model, batch) for batch, *_ in batches])
         for number, name in enumerate(layer.sets):
             mask = torch.ones_like(document, dtype=torch.bool)
             if name == "even":

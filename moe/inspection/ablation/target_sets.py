@@ -49,7 +49,7 @@ def list_targets(batches: Sequence[TracedBatch]) -> Targets:
     input_examples: list[Tensor] = []
     number_of_document: dict[int, int] = {}
     num_examples = 0
-    for batch, row_documents, _ in batches:
+    for batch, row_documents, *_ in batches:
         if "labels" not in batch or "segment_ids" in batch:
             raise DataError(
                 "A batch to ablate experts on needs labels and no segment_ids: each row is one example, and the loss "
