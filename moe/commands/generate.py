@@ -22,19 +22,17 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from moe.checkpoint.loading import load_model
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
 from moe.commands.served_model import add_model_options
 from moe.data.pair_files import COLUMNS
 from moe.data.rows import parse_columns
-from moe.data.tokenizer import load_tokenizer
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import MeshConfig, build_mesh, check_mesh
 from moe.errors import ConfigError, DataError
 from moe.files import output_path
-from moe.hosts.answering import fastest_device, load
+from moe.hosts.answering import load, load_with_tokenizer
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits
 from moe.parsing import open_data
@@ -193,6 +191,8 @@ def _write(options: Any, sampling: Sampling, world: World, lines: Iterator[Line]
         "num_beams": options.num_beams,
         "max_input": options.max_input,
     }
+    languages = {"source": options.source_language, "target": options.target_language}
+    settings |= {f"{side}_language": code for side, code in languages.items() if code}
     total = _count_lines(options.input)
     num_tokens = 0
     refused: list[str] = []
@@ -235,14 +235,16 @@ def _answerer(
         mesh = build_mesh(mesh_config, world.device_type)
         group = torch.distributed.group.WORLD
     settings: dict[str, Any] = {"max_batch": options.batch_size, "max_input": options.max_input}
+    given: dict[str, Any] = {"mmap": options.mmap, "source_language": options.source_language}
+    given["target_language"] = options.target_language
     if options.num_beams > 1:
-        model = load_model(options.model, device=fastest_device(), dropless=True, mmap=options.mmap)
+        model, tokenizer = load_with_tokenizer(options.model, **given)
         settings |= {"num_beams": options.num_beams, "max_new_tokens": options.max_new_tokens}
         settings |= {"languages": read_languages(options.model)}
-        answer_all = partial(search_beams, model, load_tokenizer(options.model), **settings)
+        answer_all = partial(search_beams, model, tokenizer, **settings)
     else:
-        settings |= {"mesh": mesh, "mmap": options.mmap, "group": group, **vars(sampling)}
-        answer_all = load(options.model, **settings).map_numbered
+        settings |= {"mesh": mesh, "group": group, **vars(sampling)}
+        answer_all = load(options.model, **settings, **given).map_numbered
     if world.size > 1:
         answer_all = partial(_map_over_ranks, answer_all, world, _ROUND * options.batch_size)
 

@@ -67,6 +67,8 @@ def main(argv: list[str]) -> None:
         load(
             options.model,
             mmap=options.mmap,
+            source_language=options.source_language,
+            target_language=options.target_language,
             max_batch=options.max_batch,
             max_input=options.max_input,
             **vars(Sampling(max_new_tokens=options.max_new_tokens)),

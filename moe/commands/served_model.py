@@ -1,10 +1,12 @@
 """Options of the model with which `generate` and `serve` answer."""
 
+from typing import Any
+
 from moe.cli import Parser, integer, model_path
 
 
 def add_model_options(parser: Parser) -> None:
-    """Adds --model, --max-input and --mmap."""
+    """Adds --model, --max-input, --mmap and the languages."""
     parser.add_argument(
         "--model",
         type=model_path,
@@ -19,3 +21,14 @@ def add_model_options(parser: Parser) -> None:
         action="store_true",
         help="leave weights in their files until they are used: a model larger than memory, on a CPU",
     )
+    add_language_options(parser)
+
+
+def add_language_options(parser: Any) -> None:
+    """Adds --source-language and --target-language."""
+    for side, texts in (("source", "inputs"), ("target", "answers")):
+        parser.add_argument(
+            f"--{side}-language",
+            metavar="CODE",
+            help=f"language of {texts}, e.g. fra_Latn (the tokenizer's)",
+        )

@@ -7,8 +7,10 @@ import torch
 
 from moe.checkpoint.loading import load_model
 from moe.convert.formats import find_tokenizer_files
+from moe.data.language_codes import answer_settings, with_languages
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.mesh import Mesh
+from moe.errors import ConfigError
 from moe.files import find_model
 from moe.hosts import all_hosts  # noqa: F401  registers the hosts, which `load_model` then reads
 from moe.serving.batch_generator import BatchGenerator
@@ -21,6 +23,8 @@ def load(
     mesh: Mesh | None = None,
     device: torch.device | str | None = None,
     mmap: bool = False,
+    source_language: str | None = None,
+    target_language: str | None = None,
     **settings: Any,
 ) -> BatchGenerator:
     """Returns a model that answers texts, whose experts drop nothing.
@@ -35,18 +39,44 @@ def load(
         mesh: Ranks that share the experts, see `load_model`; `group` is then a setting.
         device: Device of the weights; None for the fastest.
         mmap: Whether weights stay in their files until they are used, on a CPU.
+        source_language: Code of the language of texts, for a tokenizer with languages; None for the
+            tokenizer's.
+        target_language: Likewise of answers.
         settings: Settings of `BatchGenerator`.
 
     Raises:
         CheckpointError: When there is no model, or it is damaged.
+        ConfigError: When a language is unknown, or that of the answers is missing.
         DataError: When the tokenizer is missing or damaged.
     """
+    model, tokenizer = load_with_tokenizer(
+        source, source_language, target_language, mesh=mesh, device=device, mmap=mmap
+    )
+    languages = read_languages(find_model(source))
+    return BatchGenerator(model, tokenizer, languages=languages, **settings)
+
+
+def load_with_tokenizer(
+    source: Path | str,
+    source_language: str | None = None,
+    target_language: str | None = None,
+    *,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Returns a model and its tokenizer, which have these languages; see `load`."""
     source = find_model(source)
-    device = device or fastest_device()
-    model = load_model(source, mesh=mesh, device=device, dropless=True, mmap=mmap)
-    tokenizer = next((path.parent for path in find_tokenizer_files(source, {}).values()), source)
-    languages = read_languages(source)
-    return BatchGenerator(model, load_tokenizer(tokenizer), languages=languages, **settings)
+    files = find_tokenizer_files(source, {}).values()
+    folder = next((path.parent for path in files), source)
+    tokenizer = with_languages(load_tokenizer(folder), source_language, target_language)
+    model = load_model(source, device=device or fastest_device(), dropless=True, **options)
+
+    # Translators search beams by default, which is the caller's choice here.
+    generation = model.generation_config
+    generation.update(num_beams=1, **answer_settings(tokenizer))
+    if getattr(tokenizer, "tgt_lang", "") is None and generation.forced_bos_token_id is None:
+        raise ConfigError("No language of the answers was given. Add --target-language CODE.")
+    return model, tokenizer
 
 
 def fastest_device() -> str:

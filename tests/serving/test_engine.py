@@ -76,6 +76,16 @@ def test_suppressed_tokens_which_fine_tuned_models_have_are_never_chosen():
     assert all(before[:1] != after[:1] for before, after in zip(free, expected, strict=True))
 
 
+def test_answers_follow_the_token_that_is_forced_first():
+    model = MODELS["bart"]()
+    model.generation_config.forced_bos_token_id = 5
+    expected = [alone(model, text) for text in texts(7)]
+    answers = BatchGenerator(model, TOKENIZER, max_batch=3, max_new_tokens=LONGEST - 1).map(
+        texts(7)
+    )
+    assert [[5, *answer.tokens] for answer in answers] == expected
+
+
 def test_the_cache_moves_to_the_front_again_and_again_without_a_trace():
     # 400 steps in columns that are allocated for 64.
     model = ours()
