@@ -14,7 +14,7 @@ quantized, stays as it is; the run keeps the adapters alone.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,18 +25,22 @@ from transformers.utils import logging
 from moe.checkpoint.best_model import BEST_FOLDER, DevEvaluation, best_and_last, format_scores
 from moe.checks import check_number
 from moe.cli import path
+from moe.commands.served_model import add_language_options
 from moe.data.batches_ahead import default_workers
+from moe.data.language_codes import with_languages
 from moe.data.mixture import build_source, choose_examples, format_choice
 from moe.data.pair_files import COLUMNS, LEAST_PAIRS, Pair, hold_out, read_pairs
 from moe.data.pipeline import BatchSource, PairSource
 from moe.data.rows import parse_columns
-from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokenizer import SpecialIds, has_sentinels, load_tokenizer, pad_and_eos
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World
 from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import cache_folder, check_kind, find_model, output_path
+from moe.hosts import all_hosts  # noqa: F401  registers the hosts, which `load_model` then reads
+from moe.models.configuration import STMoEConfig
 from moe.models.trainable_parameters import select_parameters
 from moe.registry import load_entry_point
 from moe.training.build import build_model, check_run_fits
@@ -48,6 +52,7 @@ from moe.training.pair_scores import check_dev_pairs, dev_scorer, scorers_for
 from moe.training.recipe import FinetuneRecipe
 from moe.training.reporter import warn_on_rank_zero
 from moe.training.seeds import JOB, claim_job, seed_runs, write_summary
+from moe.training.step import forward_pass, host_forward_pass
 
 PAIRS_RECIPE = "finetune_pairs"
 """Recipe for `--train` without `--config`."""
@@ -60,17 +65,20 @@ class FinetuningData(NamedTuple):
     """Examples to fine-tune on.
 
     Attributes:
-        train: Input and target texts of the training split, by task.
+        train: Input and target texts of the training split, by task; see `encode_pairs`.
         dev_pairs: Input and target texts of all validation splits, for the held-out loss.
         build_dev_scorer: Returns the function that scores a model on the validation splits, given
             the ranks of a run, the sizes of its mesh and the mesh. None where nothing is scored.
         own_dev: The user's own pairs that are scored; None for tasks.
+        languages: Source and target language of pairs without their own, as the model keeps them;
+            None for the tokenizer's.
     """
 
-    train: dict[str, list[tuple[str, str]]]
-    dev_pairs: Sequence[tuple[str, str]] = ()
+    train: Mapping[str, Sequence[tuple[Any, ...]]]
+    dev_pairs: Sequence[tuple[Any, ...]] = ()
     build_dev_scorer: Callable[[World, MeshConfig, Mesh | None], DevEvaluation | None] | None = None
     own_dev: Sequence[Pair] | None = None
+    languages: tuple[str | None, str | None] = (None, None)
 
 
 def build_run(
@@ -78,7 +86,8 @@ def build_run(
 ) -> Run:
     """Builds the run of a recipe and its data on the running ranks."""
     config = finetuning_config(pretrained, recipe)
-    tokenizer = load_tokenizer(pretrained)
+    is_host = not isinstance(config, STMoEConfig)
+    tokenizer = with_languages(load_tokenizer(pretrained), *data.languages)
     training = recipe.training
 
     # Batches of training pairs, and of dev pairs for the held-out loss.
@@ -94,12 +103,16 @@ def build_run(
         unseen = PairSource(
             data.dev_pairs, tokenizer, **_row_settings(recipe), keep_in=cache_folder()
         )
-        held_out = HeldOut(unseen, training.held_out_batches, SpecialIds.of(tokenizer))
+        without = SpecialIds(*pad_and_eos(tokenizer), len(tokenizer), num_sentinels=0)
+        ids = SpecialIds.of(tokenizer) if has_sentinels(tokenizer) else without
+        held_out = HeldOut(unseen, training.held_out_batches, ids)
 
     # The model and its trainable parameters.
     weights = None if recipe.init == "scratch" else pretrained
     built = build_model(recipe, config, world.device_type, weights)
-    parameters = select_parameters(built.model, recipe.parameters)
+    parameters = "all parameters train"
+    if not is_host:
+        parameters = select_parameters(built.model, recipe.parameters)
     world.print_on_rank_zero(f"{recipe.init.capitalize()} weights; {parameters}")
     tokenizer = remember_sentinels(built.model, tokenizer, recipe.data.sentinels)
 
@@ -120,6 +133,7 @@ def build_run(
         dev=dev,
         workers=default_workers(),
         replicas=find_replica_groups(recipe.mesh, world),
+        forward=host_forward_pass if is_host else forward_pass,
     )
 
 
@@ -175,8 +189,8 @@ def add_pair_options(command: RecipeCommand[Any], *, instead: str) -> None:
     command.add_argument(
         "--train",
         type=path,
-        help=f"table of pairs, instead of {instead}: .jsonl, .csv, .tsv, .parquet, the folder of a saved dataset, or "
-        "NAME:SPLIT of the hub",
+        help=f"table of pairs, instead of {instead}: .jsonl, .csv, .tsv, .parquet, a saved dataset, or NAME:SPLIT of "
+        "the hub",
     )
     command.add_argument(
         "--dev", type=path, help="table of pairs to score, instead of a share of --train"
@@ -185,13 +199,14 @@ def add_pair_options(command: RecipeCommand[Any], *, instead: str) -> None:
         "--columns",
         type=str,
         nargs="+",
-        help="names of the columns, e.g. inputs=question targets=answer group=document",
+        help="names of the columns, e.g. inputs=question targets=answer",
     )
     command.add_argument(
         "--dev_share",
         type=float,
         help=f"share of --train that is held out and scored ({DEV_SHARE}, 0 below {LEAST_PAIRS} pairs)",
     )
+    add_language_options(command)
 
 
 def read_data(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> FinetuningData:
@@ -204,11 +219,11 @@ def read_data(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> Fin
     mixture = recipe.mixture
     if not mixture.tasks:
         return read_own_pairs(recipe, arguments, world)
-    for name in ("dev", "dev_share", "columns"):
-        if getattr(arguments, name) is not None:
+    for name in ("dev", "dev_share", "columns", "source-language", "target-language"):
+        if getattr(arguments, name.replace("-", "_")) is not None:
             raise ConfigError(
-                f"--{name} cannot be combined with tasks, which have dev splits of their own. Give "
-                "--train, or leave it out."
+                f"--{name} cannot be combined with tasks, which have dev splits and a language of "
+                "their own. Give --train, or leave it out."
             )
     return load_entry_point("stmoe.tasks", "read_mixture")(mixture)
 
@@ -247,11 +262,13 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
         )
 
     # Dev pairs that are answered at every evaluation.
-    texts = {"pairs": [pair.texts for pair in train]}
-    dev_texts = [pair.texts for pair in dev]
+    texts = {"pairs": [(*pair.texts, *pair.languages) for pair in train]}
+    dev_texts = [(*pair.texts, *pair.languages) for pair in dev]
+    languages = (arguments.source_language, arguments.target_language)
+    data = FinetuningData(texts, dev_texts, languages=languages)
     scored = choose_examples(dev, recipe.mixture.dev_examples, seed=0)
     if not scored:
-        return FinetuningData(texts, dev_texts)
+        return data
     metrics = scorers_for([pair.targets for pair in scored])[1]
     world.print_on_rank_zero(
         f"Dev scores: {len(scored):,} of {len(dev):,} pairs {source}, by {metrics}."
@@ -262,7 +279,7 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
     ) -> DevEvaluation | None:
         return dev_scorer(scored, recipe.data.inputs_length, mesh, world.device_type)
 
-    return FinetuningData(texts, dev_texts, build_dev_scorer, scored)
+    return data._replace(build_dev_scorer=build_dev_scorer, own_dev=scored)
 
 
 def split_pairs(arguments: Namespace) -> tuple[list[Pair], list[Pair]]:

@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import check_model_folder, load_model, load_model_on_mesh
+from moe.checks import check
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.mesh import Mesh, build_mesh, check_mesh
-from moe.distributed.sharding import Layout, MeshCoordinate
+from moe.distributed.sharding import Layout, MeshCoordinate, Rule, find_layout
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.lora import lora_config
@@ -55,13 +56,18 @@ def check_run_fits(
 
     Args:
         recipe: Has the mesh and the sizes of batches.
-        config: Configuration of the model.
+        config: Configuration of the model, or of a host.
         num_ranks: Ranks that this launch has started.
         lengths: Tokens of a row in the encoder and the decoder; None if batches differ.
 
     Raises:
         ConfigError: With the numbers and possible values.
     """
+    if not isinstance(config, STMoEConfig):
+        ranks = max(num_ranks, recipe.mesh.num_ranks)
+        check(ranks == 1, "The number of ranks", ranks, "1: a host trains in one process here")
+        return
+
     # The data ranks share the groups of the whole batch evenly, in both stacks.
     batch_size = recipe.training.batch_size
     group_size = tokens_per_group(config)
@@ -151,6 +157,11 @@ def build_model(
         model.to_empty(device=device_type)
         model.tie_weights()
         draw_weights(model, recipe.seed, layouts, launched, coordinate)
+    elif not isinstance(config, STMoEConfig):
+        model = load_model(pretrained, device=device_type, config=config, dtype=torch.float32)
+        layouts = {}
+        for name, parameter in model.named_parameters():
+            layouts[name] = find_layout(name, parameter.shape, [Rule("host", ".*")], launched)
     else:
         saved = STMoEConfig.from_pretrained(pretrained)
         begins_anew = _state_of_changed_routers(saved, config)

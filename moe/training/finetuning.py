@@ -5,14 +5,23 @@
 
 import dataclasses
 from collections.abc import Collection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
-from moe.checkpoint.loading import check_model_folder
+from moe.checkpoint.loading import check_model_folder, find_class
+from moe.checks import check
+from moe.data.language_codes import answer_settings
 from moe.data.pairs import Sentinels
-from moe.data.tokenizer import TOKENIZER, SpecialIds, end_with_sentinel, load_tokenizer
+from moe.data.tokenizer import (
+    TOKENIZER,
+    SpecialIds,
+    end_with_sentinel,
+    has_sentinels,
+    load_tokenizer,
+)
 from moe.errors import CheckpointError, ConfigError
 from moe.files import kind_of
 from moe.models.adapter_files import find_base
@@ -87,8 +96,8 @@ def choose_data(recipe: R, task: str | None, train: Path | None, typed: Collecti
     return dataclasses.replace(recipe, mixture=mixture)
 
 
-def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
-    """Returns the configuration of a folder's model with the recipe's dropout and routing settings.
+def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> Any:
+    """Returns the configuration of a folder's model or host with the recipe's dropout and routing settings.
 
     For fresh weights a tokenizer is enough: the recipe then gives the architecture.
 
@@ -114,6 +123,10 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             f"{folder} holds adapters, not a model. Merge them first: stmoe convert --from {folder} --to MODEL."
         )
 
+    model_class = find_class(folder)
+    if model_class is not STMoEForConditionalGeneration:
+        return _host_config(model_class.config_class, folder, recipe)
+
     # With a capacity in slots, from the model or the recipe, a factor has no effect.
     config = STMoEConfig.from_pretrained(folder)
     idle = [name for name in ("capacity_factor", "eval_capacity_factor") if name in recipe.model]
@@ -128,6 +141,34 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
     return config.replaced(**settings)
 
 
+def _host_config(config_class: Any, folder: Path, recipe: FinetuneRecipe) -> Any:
+    """Returns the configuration of a host; settings of sparse layers are those of HostSettings."""
+    for name in ("init", "parameters", "optimizer_state", "data.pack", "data.sentinels"):
+        value, default = attrgetter(name)(recipe), attrgetter(name)(FinetuneRecipe())
+        check(value == default, name, value, f"{default}, since {folder} holds a host")
+    settings = dict(recipe.model)
+    scope = settings.get("balance_scope", "group")
+    check(scope == "group", "model.balance_scope", scope, f"group, since {folder} holds a host")
+
+    config = config_class.from_pretrained(folder)
+    _set_dropout(config, settings.pop("dropout_rate"))
+    sparse = getattr(config, "sparse_layers", None)
+    if sparse is not None:
+        general = {name: settings.pop(name) for name in sparse.keys() & settings.keys()}
+        config.sparse_layers = {**sparse, **general, "layer": {**sparse["layer"], **settings}}
+    return config
+
+
+def _set_dropout(config: Any, rate: float) -> None:
+    """Sets the dropout of a host; all of its layers run in every step, as the metrics of routers need."""
+    changes = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    for name, value in {"dropout": rate, "dropout_rate": rate, **changes}.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    for name in config.sub_configs:
+        _set_dropout(getattr(config, name), rate)
+
+
 def remember_sentinels(
     model: STMoEForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, sentinels: Sentinels
 ) -> PreTrainedTokenizerFast:
@@ -136,7 +177,8 @@ def remember_sentinels(
     With `one` the returned tokenizer appends the first sentinel to every input, and the model starts
     every generation with it, by `generation_config.forced_bos_token_id`; decoding skips it like any
     special token. The tokenizer ends targets like inputs, although training puts the sentinel before
-    them: labels are made by `PairSource`.
+    them: labels are made by `PairSource`. A model whose tokenizer has no sentinels, but languages,
+    answers in the tokenizer's target language.
 
     Args:
         model: Its generation settings are changed.
@@ -144,6 +186,9 @@ def remember_sentinels(
         sentinels: `one` or `none`, as in the data.
     """
     assert model.generation_config is not None, "the model generates"
+    if not has_sentinels(tokenizer):
+        model.generation_config.update(**answer_settings(tokenizer))
+        return tokenizer
     has_sentinel = sentinels == "one"
     forced = SpecialIds.of(tokenizer).first_sentinel if has_sentinel else None
     model.generation_config.forced_bos_token_id = forced

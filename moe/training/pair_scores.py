@@ -15,6 +15,7 @@ import torch
 
 from moe.checkpoint.best_model import DEV_FOLDER, DevEvaluation
 from moe.checkpoint.loading import load_model
+from moe.data.language_codes import answer_settings, by_languages
 from moe.data.pair_files import Pair
 from moe.data.tokenizer import load_tokenizer, prompt_ids, written
 from moe.distributed.collectives import broadcast_from_rank_zero
@@ -169,7 +170,7 @@ def dev_scorer(
 
     def evaluate(folder: Path, answers_folder: Path) -> dict[str, float]:
         model = load_model(folder, mesh=mesh, device=device_type)
-        answers = _generate(model, folder, [pair.inputs for pair in pairs], inputs_length, mesh)
+        answers = _generate(model, folder, pairs, inputs_length, mesh)
 
         scores = {}
         for name, score in scorers.items():
@@ -206,9 +207,7 @@ def check_dev_pairs(run: Path, pairs: Sequence[Pair]) -> None:
 def _pairs_text(pairs: Sequence[Pair]) -> str:
     lines = []
     for pair in pairs:
-        record = pair._asdict()
-        if pair.group is None:
-            del record["group"]
+        record = {name: value for name, value in pair._asdict().items() if value is not None}
         lines.append(json.dumps(record) + "\n")
     return "".join(lines)
 
@@ -217,33 +216,36 @@ def _pairs_text(pairs: Sequence[Pair]) -> str:
 def _generate(
     model: STMoEForConditionalGeneration,
     folder: Path,
-    texts: Sequence[str],
+    pairs: Sequence[Pair],
     inputs_length: int,
     mesh: Mesh | None,
 ) -> list[str]:
-    """Returns the answer to each text, in order."""
-    tokenizer = load_tokenizer(folder)
-    encoded = prompt_ids(tokenizer, texts, inputs_length)
+    """Returns the answer to the input of each pair, in order."""
+    answers = [""] * len(pairs)
+    languages = [pair.languages for pair in pairs]
+    for tokenizer, members in by_languages(load_tokenizer(folder), languages):
+        encoded = prompt_ids(tokenizer, [pairs[n].inputs for n in members], inputs_length)
+        inputs = dict(zip(members, encoded, strict=True))
 
-    # Inputs of similar length share a batch.
-    order = sorted(range(len(texts)), key=lambda number: -len(encoded[number]))
-    answers = [""] * len(texts)
-    for start in range(0, len(order), _ROWS):
-        numbers = order[start : start + _ROWS]
-        batch = tokenizer.pad(
-            {"input_ids": [encoded[number] for number in numbers]}, return_tensors="pt"
-        ).to(model.device)
-        tokens = model.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=ANSWER_TOKENS,
-            do_sample=False,
-            num_beams=1,
-            synced_gpus=mesh is not None,  # ranks end together
-        )
-        decoded = tokenizer.batch_decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        for number, answer in zip(numbers, decoded, strict=True):
-            answers[number] = answer
+        # Inputs of similar length share a batch.
+        order = sorted(members, key=lambda number: -len(inputs[number]))
+        for start in range(0, len(order), _ROWS):
+            numbers = order[start : start + _ROWS]
+            batch = tokenizer.pad(
+                {"input_ids": [inputs[number] for number in numbers]}, return_tensors="pt"
+            ).to(model.device)
+            tokens = model.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=ANSWER_TOKENS,
+                do_sample=False,
+                num_beams=1,
+                synced_gpus=mesh is not None,  # ranks end together
+                **answer_settings(tokenizer),
+            )
+            decoded = tokenizer.batch_decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            for number, answer in zip(numbers, decoded, strict=True):
+                answers[number] = answer
     return broadcast_from_rank_zero(lambda: answers)

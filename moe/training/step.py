@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.data.pipeline import Batch
@@ -18,11 +19,13 @@ from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.replica_groups import ReplicaGroups
 from moe.distributed.sharding import clip_gradient, local_shard, sum_gradients_now
 from moe.errors import ConfigError
-from moe.models.losses import LossCounts, add_counts, sum_counts
+from moe.models.inputs import IGNORED_LABEL
+from moe.models.losses import LossCounts, StackCounts, add_counts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
 from moe.sparse.adapters import unwrapped
 from moe.sparse.config import BalanceScope
+from moe.sparse.editing import sparse_layers
 from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_group
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals, add_totals, num_scope_ranks
@@ -78,6 +81,29 @@ def forward_pass(
 ) -> STMoEOutput:
     """Returns the output of the model with its own losses."""
     return model(**micro_batch, loss_counts=counts, output_router_logits=True)
+
+
+def host_forward_pass(model: Any, micro_batch: Batch, counts: LossCounts) -> Any:
+    """Returns the output of another Transformer, with its part of the losses of the whole batch."""
+    if sparse_layers(model):
+        num_items = {"num_items_in_batch": counts.target_tokens}
+        return model(**micro_batch, **num_items, output_router_logits=True)
+
+    # Losses of dense models of transformers are means over the micro-batch.
+    logits = model(**micro_batch).logits.float().flatten(0, 1)
+    labels = micro_batch["labels"].flatten()
+    loss = F.cross_entropy(logits, labels, reduction="sum") / counts.target_tokens.clamp(min=1)
+    return STMoEOutput(loss=loss, ce_loss=loss)
+
+
+def count_batch(model: Any, batch: Batch) -> LossCounts:
+    """Returns the divisors of the losses of a batch; routers of a host share them out by targets."""
+    if isinstance(model, STMoEForConditionalGeneration):
+        return model.loss_counts(batch)
+    target_tokens = (batch["labels"] != IGNORED_LABEL).sum()
+    none = torch.zeros_like(target_tokens)
+    encoder = StackCounts(batch["attention_mask"].sum(), none, none)
+    return LossCounts(target_tokens, encoder, StackCounts(none, none, none))
 
 
 class StepRanks(NamedTuple):
@@ -168,10 +194,12 @@ def take_step(
     """
     # Every loss is a sum over tokens (or groups) divided by a count. With the counts of the whole
     # batch, of all ranks, losses and gradients of its parts add up to the batch's.
-    counts = reduce(add_counts, [model.loss_counts(share.batch) for share in shares])
+    counts = reduce(add_counts, [count_batch(model, share.batch) for share in shares])
     counts = sum_counts(counts, ranks.sum_each)
     data_ranks = ranks.config.num_data_ranks
-    group_size = tokens_per_group(model.config) if model.sparse_layers() else None
+    layers = sparse_layers(model)
+    config = next((layer.config for layer in layers.values()), None)
+    group_size = None if config is None else tokens_per_group(config)
     work: list[_Passes] = []
     for share in shares:
         micro_batches = _split(
@@ -181,7 +209,7 @@ def take_step(
 
     # If f_i, the share of tokens that chose expert i, spans several passes, the choices of all passes
     # must be known before the first loss.
-    scope = model.config.balance_scope
+    scope = "group" if config is None else config.balance_scope
     num_passes = len(work[0].micro_batches) * num_scope_ranks(scope, ranks.config)
     if scope in ("ranks", "global") and num_passes > 1:
         with torch.no_grad():
@@ -207,11 +235,11 @@ def take_step(
     optimizer.zero_grad(set_to_none=True)
 
     # Routers that balance without a loss get the load of the whole batch, once per update.
-    for layer, stats_of_layer in zip(model.sparse_layers(), layer_stats, strict=True):
+    for layer, stats_of_layer in zip(layers.values(), layer_stats, strict=True):
         if learns_from_load(layer):
             unwrapped(layer.router).update(stats_of_layer)
 
-    num_encoder_layers = model.config.num_sparse_encoder_layers
+    num_encoder_layers = sum(stack == "encoder" for stack, _ in layers)
     return StepMetrics(
         loss=loss,
         ce_loss=ce_loss,
