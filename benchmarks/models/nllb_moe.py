@@ -1,13 +1,14 @@
 """A tiny NLLB-MoE beside that of transformers 4.57.6 and of the installed transformers, on a CPU.
 
 Logits are compared with ours in float64, which the tests hold to the authors' formulas. All decode
-greedily and in turn, each with one thread. transformers 4.57.6 gets an environment of its own, which
-a later run reuses.
+greedily and in turn, each with one thread, of which the CPU time is measured. transformers 4.57.6
+gets an environment of its own, which a later run reuses.
 """
 
 import statistics
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -85,6 +86,7 @@ class Peer:
     Attributes:
         version: Its version of transformers.
         logits: <float32>[B, T, V].
+        cpu_seconds: CPU time of the process, after the last answer.
     """
 
     def __init__(self, python: Path | str, folder: str) -> None:
@@ -93,6 +95,7 @@ class Peer:
         self.process = subprocess.Popen([python, "-I", script, folder], **pipes)
         self.version = self.read_line()
         self.logits = torch.load(Path(folder) / "logits.pt")
+        self.cpu_seconds = 0.0
 
     def read_line(self) -> str:
         """Returns the next line of its output."""
@@ -104,7 +107,7 @@ class Peer:
     def decode(self, batch: int) -> None:
         """Decodes a batch, and returns when that is done."""
         print(batch, NEW_TOKENS, file=self.process.stdin, flush=True)
-        self.read_line()
+        self.cpu_seconds = float(self.read_line())
 
     def __enter__(self) -> "Peer":
         return self
@@ -124,13 +127,17 @@ def measure(
     logits |= {f"transformers {peer.version}": peer.logits for peer in peers}
     exact = load_model(folder, dtype=torch.float64)(**inputs).logits
 
+    def cpu_time() -> float:
+        """Returns the seconds of all processes, of which one runs at a time."""
+        return time.process_time() + sum(peer.cpu_seconds for peer in peers)
+
     rows: list[dict[str, Any]] = []
     for batch in BATCHES:
         options = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": False}
         ids = inputs["input_ids"][:batch]
         runs: Any = {"ours": partial(ours.generate, ids, **options)}
         runs |= {f"transformers {peer.version}": partial(peer.decode, batch) for peer in peers}
-        times = list(measure_in_turn(runs, {}, rounds, torch.device("cpu")))
+        times = list(measure_in_turn(runs, {}, rounds, torch.device("cpu"), cpu_time))
         for name in runs:
             milliseconds = statistics.median(round_[name] for round_ in times)
             row = {

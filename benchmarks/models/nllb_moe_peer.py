@@ -2,10 +2,12 @@
 
     python -I nllb_moe_peer.py FOLDER
 
-Saves logits in the folder of the model, and then decodes for each line of its input.
+Saves logits in the folder of the model, and then decodes for each line `batch new_tokens` of its
+input, and prints its CPU time.
 """
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from transformers import NllbMoeForConditionalGeneration
 
 
 def main(folder: Path) -> None:
-    """Answers with the version, and each line `batch new_tokens` with a line when that is decoded."""
+    """Prints the version, and answers lines until they end."""
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     inputs = torch.load(folder / "inputs.pt")
@@ -26,7 +28,7 @@ def main(folder: Path) -> None:
             batch, new_tokens = map(int, line.split())
             options = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
             model.generate(inputs["input_ids"][:batch], do_sample=False, **options)
-            print("decoded", flush=True)
+            print(time.process_time(), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def build_parser() -> Parser:
         prog="stmoe upcycle", description="Makes a dense model sparse, or adds experts."
     )
     add_surgery_options(
-        parser, "folder or hub name of a T5 or T5Gemma, or of a dense or sparse model of ours"
+        parser,
+        "folder or hub name of a T5, of a host such as BART or NLLB, or of a dense or sparse model of ours",
     )
     parser.add_argument(
         "--experts",

@@ -329,7 +329,8 @@ def names_in_index(source: Path | str, **download: Any) -> list[str]:
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         path = find_file(source, name, **download)
         if path is not None:
-            return list(read_json_object(path).get("weight_map", {}))
+            weight_map = read_json_object(path).get("weight_map")
+            return list(weight_map) if isinstance(weight_map, dict) else []
     return []
 
 

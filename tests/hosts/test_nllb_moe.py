@@ -63,8 +63,9 @@ def write(folder, config, weights):
     index = {}
     for number in range(3):
         file = f"pytorch_model-{number + 1:05}-of-00003.bin"
-        torch.save({name: weights[name] for name in names[number::3]}, folder / file)
-        index |= dict.fromkeys(names[number::3], file)
+        part = names[number * len(names) // 3 : (number + 1) * len(names) // 3]
+        torch.save({name: weights[name].clone() for name in part}, folder / file)
+        index |= dict.fromkeys(part, file)
     content = json.dumps({"metadata": {}, "weight_map": index})
     (folder / "pytorch_model.bin.index.json").write_text(content)
     return folder
@@ -219,9 +220,12 @@ def test_a_config_that_is_not_supported_is_refused_by_its_value(field, value, tm
         load_model(folder)
 
 
-def test_another_number_of_experts_than_stored_is_refused_by_the_names(tmp_path):
+def test_a_damaged_index_and_another_number_of_experts_than_stored_are_refused(tmp_path):
     config, weights = checkpoint()
     folder = write(tmp_path / "hub", {**config, "num_experts": 7}, weights)
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": 5}')
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin\.index\.json cannot be used"):
+        load_model(folder)
     (folder / "pytorch_model.bin.index.json").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"24 missing: encoder.layers.1.ffn.experts.expert_5"):

@@ -36,6 +36,10 @@ def logits_of(model):
         ({"num_experts": 14, "granularity": 3}, {"eval_capacity_factor": 0.7, **DEFAULT}),
         ({"granularity": 3}, {"feed_forward_proj": "relu", "expert_bias": "additive"}),
         ({"num_experts": 14}, {"router": "switch", **SINGLE}),
+        (
+            {"num_experts": 14, "granularity": 2},
+            {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True},
+        ),
         ({"num_experts": 14}, {"router": "bias_balanced", "router_options": None}),
         ({"num_experts": 14}, {"router": "batch_prioritized", "decoder_router": "token_choice"}),
     ],

@@ -25,6 +25,9 @@ def logits_of(model, batch=None):
         return model(**batch).logits[batch["labels"] != -100]
 
 
+UL2_AND_UMT5 = {**DENSE, "feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True}
+
+
 def student_of(folder, init, seed=0):
     """Returns the student of the model in a folder, whose gates are measured on one batch."""
     teacher = STMoEForConditionalGeneration.from_pretrained(folder).eval()
@@ -39,7 +42,7 @@ def student_of(folder, init, seed=0):
     [(1, {}), (2, {"expert_bias": "multiplicative"}), (3, {"sparse_dense_stacking": True})],
 )
 def test_from_dense_to_sparse_and_back_is_the_identity(tmp_path, granularity, fields):
-    dense = tiny_model(**DENSE, d_ff=36)
+    dense = tiny_model(**UL2_AND_UMT5, d_ff=36)
     dense.save_pretrained(tmp_path / "dense")
     (tmp_path / "sparse").mkdir()
     upcycling = Upcycling(num_experts=5, granularity=granularity, fields=fields)
