@@ -177,8 +177,8 @@ def is_written_tied(raw: Mapping[str, Any], family: Family) -> bool:
     """Returns whether transformers 5 wrote a config.json of T5: as tied, whatever the model is."""
     if family == "t5":
         return "scale_decoder_outputs" in raw
-    version = str(raw.get("transformers_version", ""))
-    return family != "switch_transformers" and version.startswith("5.")
+    version = str(raw.get("transformers_version") or "")
+    return family != "switch_transformers" and version >= "5"
 
 
 def _scales_outputs(raw: Mapping[str, Any], family: Family) -> bool:
@@ -295,9 +295,11 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
         ConfigError: When there is no such model; gives every reason.
     """
     if family == "t5":
+        obstacles = [f"it has {config.num_experts} experts"] if config.num_experts else []
         if config.relative_bias_in_every_block:
             family = "umt5"
-        obstacles = [f"it has {config.num_experts} experts"] if config.num_experts else []
+            if config.scale_decoder_outputs != config.tie_word_embeddings:
+                obstacles.append("scale_decoder_outputs and tie_word_embeddings differ")
     else:
         obstacles = _switch_obstacles(config)
     if obstacles:
@@ -308,10 +310,10 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
         )
 
     # Fields of the backbone, and those for callers.
-    name = FAMILIES[family].__name__.removesuffix("Config")
+    class_name = FAMILIES[family].__name__.replace("Config", "ForConditionalGeneration")
     fields = {name: getattr(config, name) for name in _SAME_FIELDS}
     fields |= {
-        "architectures": [f"{name}ForConditionalGeneration"],
+        "architectures": [class_name],
         "model_type": family,
         "eos_token_id": config.eos_token_id,
         "decoder_start_token_id": config.decoder_start_token_id,

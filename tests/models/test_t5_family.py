@@ -7,6 +7,7 @@ from transformers import AutoModelForSeq2SeqLM
 from moe import CheckpointError, ConfigError, STMoEConfig, STMoEForConditionalGeneration
 from moe.convert import conversion_report
 from moe.convert.formats import convert_checkpoint
+from moe.convert.hf_config import to_hf_config
 from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
 from tests.models.folders import change_config, change_weights
 from tests.models.hf_models import assert_equal_to_rounding
@@ -106,6 +107,14 @@ def test_the_tie_flag_of_transformers_4_says_whether_the_head_is_scaled(
     write_hub_config(name, tmp_path, without="tie_word_embeddings", **fields)
     config = STMoEConfig.from_pretrained(tmp_path)
     assert config.scale_decoder_outputs is config.tie_word_embeddings is scaled
+
+
+def test_a_head_that_umt5_cannot_have_is_an_obstacle():
+    config = STMoEConfig(relative_bias_in_every_block=True, scale_decoder_outputs=True)
+    with pytest.raises(
+        ConfigError, match=r"'umt5'.* scale_decoder_outputs and tie_word_embeddings"
+    ):
+        to_hf_config(config, "t5")
 
 
 def test_longt5_is_refused_with_what_is_supported(tmp_path):
