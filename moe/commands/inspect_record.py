@@ -26,7 +26,6 @@ from moe.inspection.tables import (
 )
 from moe.parsing import printable
 from moe.tracing.recorder import Provenance
-from moe.tracing.routed_experts import write_routed_experts
 from moe.tracing.trace_file import TRACE_FILE, read_trace, record_to_folder
 
 
@@ -42,9 +41,6 @@ def build_parser() -> Parser:
         type=integer(least=0),
         default=0,
         help="number of best experts whose probabilities are recorded, too (0)",
-    )
-    parser.add_argument(
-        "--routed-experts", help="an .npz file for the experts of each token, in vLLM's layout"
     )
     add_inputs(parser)
     return parser
@@ -62,11 +58,6 @@ def main(argv: list[str]) -> None:
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)
     check_kind(out, "trace")
-    routed = None
-    if options.routed_experts is not None:
-        routed = output_path(
-            options.routed_experts, suffix=".npz", option="--routed-experts", inputs=inputs
-        )
 
     # The provenance of the trace.
     inspected = load_inspected(options.model, dropless=options.dropless)
@@ -88,8 +79,6 @@ def main(argv: list[str]) -> None:
 
     # Statistics of the routers, and the size of the trace.
     trace = read_trace(out)
-    if routed is not None:
-        write_routed_experts(trace, routed)
     num_tokens = trace.encoder.ids.numel() + trace.decoder.ids.numel()
     megabytes = (out / TRACE_FILE).stat().st_size / 1e6
     print(format_table(HEALTH_HEADER, health_rows(trace.layers)))
