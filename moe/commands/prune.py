@@ -2,14 +2,16 @@
 
 stmoe prune --from runs/base/model --to runs/pruned --keep 4 --corpus runs/corpus
 stmoe prune --from runs/base/model --to runs/pruned --budget 40 --floor 2 --pairs pairs.jsonl
+stmoe prune --from facebook/nllb-moe-54b --to runs/eng-fra --keep 36 12 --score importance \
+    --source-language eng_Latn --target-language fra_Latn --pairs pairs.jsonl
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe.checkpoint.loading import load_model
 from moe.cli import Parser, integer
-from moe.commands.surgery import add_surgery_options, perform_surgery
+from moe.commands.routing_inputs import read_batches
+from moe.commands.surgery import add_surgery_options, load_source, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
 from moe.surgery.prune import SCORE_NAMES, ChosenExperts, Pruning, choose_experts, prune_checkpoint
 from moe.tracing.examples import generated_batches
@@ -52,8 +54,10 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> None:
     """Removes experts of a model, and prints which, and what that changed.
 
-    The experts are scored on the examples on which the losses are measured; the decoder reads the
-    targets and, in a second pass, the model's own answers.
+    The experts are scored on the examples on which the losses are measured. With languages, these
+    are the pairs of both; the encoder's experts are scored on all pairs of the source language, the
+    decoder's on all of the target language. The decoder reads the targets and, in a second pass,
+    the model's own answers.
     """
     options = build_parser().parse_args(argv)
     if options.keep is not None and len(options.keep) == 1:
@@ -63,10 +67,16 @@ def main(argv: list[str]) -> None:
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Scores the experts, and writes the pruned model."""
-        model = load_model(options.source)
-        answers = generated_batches(model, batches, max_tokens=_ANSWER_TOKENS)
-        chosen = choose_experts(model, [each.batch for each in (*batches, *answers)], pruning)
-        del model
+        inspected = load_source(options.source)
+        of_source = of_target = batches
+        if options.source_language or options.target_language:
+            of_source = list(read_batches(options, inspected, ["source"]))
+            of_target = list(read_batches(options, inspected, ["target"]))
+        answers = generated_batches(inspected.model, of_target, max_tokens=_ANSWER_TOKENS)
+        read_by_decoder = [each.batch for each in (*of_target, *answers)]
+        read_by_encoder = [each.batch for each in of_source]
+        chosen = choose_experts(inspected.model, read_by_encoder, pruning, read_by_decoder)
+        del inspected
         prune_checkpoint(options.source, folder, chosen.kept)
         return SurgeryResult(chosen.kept, [ReportTable(_HEADER, removed_rows(chosen))])
 

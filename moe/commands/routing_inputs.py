@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from moe.checkpoint.loading import find_class, load_model
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real, word
+from moe.commands.served_model import add_language_options
+from moe.data.language_codes import with_languages
 from moe.data.pair_files import COLUMNS, read_pairs
 from moe.data.rows import parse_columns
 from moe.data.span_corruption import DENSEST
@@ -128,6 +130,7 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
     parser.add_argument(
         "--columns", nargs="+", default=[], help="columns of --pairs, e.g. inputs=question"
     )
+    add_language_options(parser)
     parser.add_argument("--split", default="validation", help="split of the task (validation)")
     if required:
         parser.add_argument(
@@ -195,12 +198,15 @@ def describe_inputs(options: Namespace, inspected: InspectedModel) -> str:
     return text + (", the model's own answers" if options.generate else "")
 
 
-def read_batches(options: Namespace, inspected: InspectedModel) -> Iterator[TracedBatch]:
+def read_batches(
+    options: Namespace, inspected: InspectedModel, sides: Sequence[str] = ("source", "target")
+) -> Iterator[TracedBatch]:
     """Yields the batches for the options of `add_inputs`.
 
     Args:
         options: Parsed options.
         inspected: The model that reads the batches.
+        sides: Texts of a pair that must be in the language of the options.
 
     Raises:
         ConfigError: When a task is given where there are none, a number is out of range, or text
@@ -208,7 +214,8 @@ def read_batches(options: Namespace, inspected: InspectedModel) -> Iterator[Trac
         DataError: When a file is missing or not text.
     """
     model = inspected.model
-    tokenizer = inspected.tokenizer
+    languages = (options.source_language, options.target_language)
+    tokenizer = with_languages(inspected.tokenizer, *languages)
     lengths = {
         "inputs_length": options.inputs_length,
         "batch_size": options.batch_size,
@@ -230,7 +237,7 @@ def read_batches(options: Namespace, inspected: InspectedModel) -> Iterator[Trac
                 "instead. Leave it out."
             )
     else:
-        pairs = _read_pairs(options)
+        pairs = _read_pairs(options, sides)
         forced = model.generation_config.forced_bos_token_id if model.generation_config else None
         has_sentinel = forced is not None and forced == tokenizer.get_vocab().get(sentinel(0))
         batches = paired_batches(
@@ -247,14 +254,27 @@ def read_batches(options: Namespace, inspected: InspectedModel) -> Iterator[Trac
     return batches
 
 
-def _read_pairs(options: Namespace) -> list[SourceText]:
-    """Returns the pairs of a file or of a task."""
+def _read_pairs(options: Namespace, sides: Sequence[str]) -> list[SourceText]:
+    """Returns the pairs of a file or of a task; see `read_batches`.
+
+    Raises:
+        DataError: When no pair has the languages of the options.
+    """
     if options.pairs:
         sources = []
         pairs = read_pairs(options.pairs, parse_columns(options.columns, COLUMNS))
+        for name in (f"{side}_language" for side in sides):
+            code = getattr(options, name)
+            languages = {getattr(pair, name) for pair in pairs}
+            if code is not None and languages.isdisjoint((code, None)):
+                raise DataError(
+                    f"{options.pairs} has no pairs whose {name} is {code!r}; expected one of "
+                    f"{', '.join(sorted(languages))}."
+                )
+            pairs = [pair for pair in pairs if code is None or getattr(pair, name) in (code, None)]
         for number, pair in enumerate(pairs):
             prefix, separator, _ = pair.inputs.partition(": ")
-            kind = options.pairs.stem
+            kind = "-".join(filter(None, pair.languages)) or options.pairs.stem
             if options.by_prefix:
                 kind = prefix if separator else ""
             sources.append(SourceText(*pair.texts, number, kind, pair.languages))

@@ -14,7 +14,13 @@ from torch import nn
 from moe.checkpoint.loading import empty_model, find_class, load_model
 from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
-from moe.commands.routing_inputs import add_inputs, describe_inputs, read_batches, with_tokenizer
+from moe.commands.routing_inputs import (
+    InspectedModel,
+    add_inputs,
+    describe_inputs,
+    read_batches,
+    with_tokenizer,
+)
 from moe.commands.surgery_report import SurgeryResult, compare, measure, write_report
 from moe.convert.formats import find_tokenizer_files
 from moe.convert.t5x import is_t5x
@@ -36,6 +42,13 @@ def add_surgery_options(parser: Parser, what: str) -> None:
     parser.add_argument("--from", dest="source", type=model_name, required=True, help=what)
     parser.add_argument("--to", required=True, help="the folder to make")
     add_inputs(parser, required=False)
+
+
+def load_source(source: Path | str) -> InspectedModel:
+    """Returns the model before, with its tokenizer."""
+    files = find_tokenizer_files(source, {}).values()
+    tokenizer = next((path.parent for path in files), Path(source))
+    return with_tokenizer(tokenizer, load_model(source), source)
 
 
 def perform_surgery(
@@ -86,9 +99,7 @@ def perform_surgery(
         text = ""
         batches: list[TracedBatch] = []
         if has_text:
-            files = find_tokenizer_files(options.source, {}).values()
-            tokenizer = next((path.parent for path in files), Path(options.source))
-            inspected = with_tokenizer(tokenizer, load_model(options.source), options.source)
+            inspected = load_source(options.source)
             text = describe_inputs(options, inspected)
             batches = list(read_batches(options, inspected))
             before = measure(inspected.model, batches)

@@ -289,13 +289,17 @@ def generated_batches(
 
     Args:
         model: Ours or a host; its training mode is restored.
-        batches: Batches with inputs; their labels are ignored.
+        batches: Batches whose answers begin with the first `num_given` labels.
         max_tokens: Maximum number of tokens of an answer.
     """
     ends = torch.tensor(model.generation_config.eos_token_id, device=model.device)
     for traced in batches:
         # Greedily, so that the same answer comes again.
         inputs = {name: value for name, value in traced.batch.items() if name != "labels"}
+        if traced.num_given:
+            given = traced.batch["labels"][:, : traced.num_given]
+            start = torch.full_like(given[:, :1], model.generation_config.decoder_start_token_id)
+            inputs["decoder_input_ids"] = torch.cat([start, given], dim=1)
         options = {"max_new_tokens": max_tokens, "do_sample": False, "num_beams": 1}
         with evaluation_mode(model):
             answers = model.generate(**inputs, **options)
@@ -305,4 +309,4 @@ def generated_batches(
         is_end = torch.isin(labels, ends)
         has_ended = is_end.cumsum(dim=1) - is_end.long() > 0
         labels = labels.masked_fill(has_ended, _NOT_A_TARGET)
-        yield traced._replace(batch={**inputs, "labels": labels})
+        yield traced._replace(batch={**traced.batch, "labels": labels})

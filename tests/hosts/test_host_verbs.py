@@ -11,7 +11,6 @@ import stmoe
 from moe.checkpoint.loading import load_model
 from moe.commands.routing_inputs import load_inspected
 from moe.errors import ConfigError, DataError
-from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import SourceText, continued_batches, paired_batches
 from moe.tracing.replay import replay_routing
 from moe.tracing.trace import REFUSED
@@ -99,26 +98,6 @@ def test_upcycling_on_text_keeps_the_loss_and_the_answers(name, source, tmp_path
     assert sizes["parameters"] == tuple(numbers)
     card = (target / "README.md").read_text()
     assert "load_model" in card and "loss (nats)" in card
-
-
-def test_a_host_loses_the_worst_experts_of_each_stack(tmp_path):
-    model = sparse_host("t5gemma", differ=True)
-    layers = sparse_layers(model)
-    for layer in layers.values():  # the second expert is always the worst
-        layer.experts.down_proj.data[1] = 0
-    folder = save(model, tmp_path / "host")
-    pairs = write_pairs(tmp_path / "mine.jsonl")
-    target = tmp_path / "pruned"
-    run("prune", "--from", folder, "--to", target, "--keep", 4, 3, "--pairs", pairs)
-    report = json.loads((target / "surgery.json").read_text())
-    assert [row[1] for row in report["tables"][0]["rows"]] == ["4 of 5", "3 of 5"]
-    pruned = sparse_layers(load_model(target))["encoder", 0]
-    kept = layers["encoder", 0].experts.down_proj[[0, 2, 3, 4]]
-    assert torch.equal(pruned.experts.down_proj, kept)
-
-    with pytest.raises(ConfigError, match=r"keep is \[9, 3\]; expected less than the 5"):
-        run("prune", "--from", folder, "--to", tmp_path / "no", "--keep", 9, 3, "--pairs", pairs)
-    assert not (tmp_path / "no").exists()
 
 
 def test_masks_need_sentinels(tmp_path):

@@ -96,36 +96,6 @@ def test_scores_are_their_formulas():
             assert actual == pytest.approx(expected), (key, e)
 
 
-def first_gates(model, batch, stack):
-    """Returns the first choice of each token of the only sparse layer of a stack, and its gate."""
-    output = model(**batch, output_router_logits=True)
-    (router,) = getattr(output, f"{stack}_router_outputs")
-    probs, experts = router.router_logits[router.plan.token_mask].double().softmax(-1).topk(2)
-    return experts[:, 0].tolist(), (probs[:, 0] / probs.sum(-1)).tolist()
-
-
-def test_the_encoder_is_rated_on_the_source_language_and_the_decoder_on_the_target():
-    model = tiny_model(**DROPLESS)
-    there, to_another, from_another = (tiny_batch(seed=seed) for seed in range(3))
-    texts = {"encoder": [there, to_another], "decoder": [there, from_another]}
-    pruning = Pruning("importance", keep=(4, 2))
-    chosen = choose_experts(model, texts["encoder"], pruning, texts["decoder"])
-    for stack, batches in texts.items():
-        firsts, gates = [], []
-        for batch in batches:
-            of_batch = first_gates(model, batch, stack)
-            firsts += of_batch[0]
-            gates += of_batch[1]
-        expected = []
-        for e in range(7):
-            own = [gate for first, gate in zip(firsts, gates, strict=True) if first == e]
-            expected.append(len(own) / len(firsts) * math.exp(sum(own) / max(len(own), 1)))
-        assert chosen.scores[stack, 0].tolist() == pytest.approx(expected)
-        best = sorted(sorted(range(7), key=lambda e: -expected[e])[: len(chosen.kept[stack, 0])])
-        assert chosen.kept[stack, 0].tolist() == best
-    assert [len(experts) for experts in chosen.kept.values()] == [4, 2]
-
-
 def test_ties_go_to_the_first_expert():
     assert best_experts(torch.tensor([1.0, 3, 1, 1, 0]), 3).tolist() == [0, 1, 2]
 
