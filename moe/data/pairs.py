@@ -124,7 +124,8 @@ def _warn_of_losses(
     numbers = np.repeat(np.arange(len(texts)), arrays["lengths"])[arrays["tokens"] == unknown]
     if numbers.size:
         text = texts[numbers[0]]
-        lost = "".join(letter for letter in text if unknown in text_ids(tokenizer, [letter])[0])
+        of_side = partial(text_ids, tokenizer, targets=side.name == "targets")
+        lost = "".join(letter for letter in text if unknown in of_side([letter])[0])
         message = "%d %s have characters that the vocabulary lacks, such as %r: all are one token."
         logger.warning(message, np.unique(numbers).size, texts_of_side, lost[:1])
 

@@ -26,6 +26,7 @@ from moe.errors import CheckpointError, ConfigError
 from moe.files import kind_of
 from moe.models.adapter_files import find_base
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.training.recipe import FinetuneRecipe
 
@@ -125,7 +126,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> Any:
 
     model_class = find_class(folder)
     if model_class is not STMoEForConditionalGeneration:
-        return _host_config(model_class.config_class, folder, recipe)
+        return _host_config(model_class, folder, recipe)
 
     # With a capacity in slots, from the model or the recipe, a factor has no effect.
     config = STMoEConfig.from_pretrained(folder)
@@ -141,16 +142,22 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> Any:
     return config.replaced(**settings)
 
 
-def _host_config(config_class: Any, folder: Path, recipe: FinetuneRecipe) -> Any:
+def _host_config(model_class: Any, folder: Path, recipe: FinetuneRecipe) -> Any:
     """Returns the configuration of a host; settings of sparse layers are those of HostSettings."""
-    for name in ("init", "parameters", "optimizer_state", "data.pack", "data.sentinels"):
-        value, default = attrgetter(name)(recipe), attrgetter(name)(FinetuneRecipe())
-        check(value == default, name, value, f"{default}, since {folder} holds a host")
-    settings = dict(recipe.model)
-    scope = settings.get("balance_scope", "group")
-    check(scope == "group", "model.balance_scope", scope, f"group, since {folder} holds a host")
+    kind, inputs = model_class.__name__, model_class.main_input_name
+    check(inputs == "input_ids", f"The input of {kind}", inputs, "input_ids: pairs are texts")
+    config = model_class.config_class.from_pretrained(folder)
+    refuse_quantized(config, "fine-tuned", folder)
 
-    config = config_class.from_pretrained(folder)
+    # Settings that only our models have.
+    settings = dict(recipe.model)
+    ours = {"balance_scope": "group", "z_loss_weight": 0.0, "label_smoothing": 0.0}
+    given = {f"model.{name}": (settings.pop(name, value), value) for name, value in ours.items()}
+    for name in ("init", "parameters", "optimizer_state", "data.pack", "data.sentinels"):
+        given[name] = (attrgetter(name)(recipe), attrgetter(name)(FinetuneRecipe()))
+    for name, (value, default) in given.items():
+        check(value == default, name, value, f"{default}, since {folder} holds a {kind}")
+
     _set_dropout(config, settings.pop("dropout_rate"))
     sparse = getattr(config, "sparse_layers", None)
     if sparse is not None:

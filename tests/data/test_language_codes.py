@@ -64,7 +64,7 @@ def test_only_a_tokenizer_with_codes_takes_a_language():
 
 
 @pytest.mark.filterwarnings("ignore:Recommended")
-def test_marian_reads_targets_by_their_own_vocabulary(tmp_path):
+def test_marian_reads_targets_by_their_own_vocabulary(tmp_path, caplog):
     source, target = (
         train_pieces(tmp_path / side, words)
         for side, words in (("source", ENGLISH), ("target", NEW["zu"]))
@@ -80,3 +80,6 @@ def test_marian_reads_targets_by_their_own_vocabulary(tmp_path):
     assert inputs.tolist() == tokenizer("house")["input_ids"]
     assert targets.tolist() == tokenizer(text_target="nyumba")["input_ids"]
     assert targets.tolist() != tokenizer("nyumba")["input_ids"]
+
+    encode_pairs([("house", "nyumba#")], tokenizer, (20, 20), "none")
+    assert "such as '#'" in caplog.text

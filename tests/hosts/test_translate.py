@@ -19,8 +19,8 @@ from tests.hosts.tiny_translator import ENGLISH, NEW, PAIRS, save_m2m100, write_
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = Path("docs/guides/translate.md")
-STEPS = ("--training.steps", 90, "--optim.cooldown_steps", 45, "--training.batch_size", 16)
-STEPS += ("--training.evaluate_every", 90, "--training.checkpoint_every", 80, "--optim.lr", 0.02)
+STEPS = ("--training.steps", 60, "--optim.cooldown_steps", 30, "--training.batch_size", 16)
+STEPS += ("--training.evaluate_every", 60, "--training.checkpoint_every", 55, "--optim.lr", 0.02)
 STEPS += ("--model.dropout_rate", 0, "--model.expert_dropout_rate", 0.1)
 
 
@@ -88,6 +88,7 @@ def test_a_language_that_is_missing_or_unknown_is_one_line_and_writes_nothing(ma
         ],
         "1: a host trains in one process": [[*tune, made / "pairs.jsonl", "--mesh.ep", 2]],
         "parameters is 'moe'; expected all": [[*tune, alone, "--parameters", "moe"]],
+        "model.label_smoothing is 0.1": [[*tune, alone, "--model.label_smoothing", 0.1]],
     }
     for message, commands in refused.items():
         for command in commands:
@@ -99,7 +100,7 @@ def test_a_language_that_is_missing_or_unknown_is_one_line_and_writes_nothing(ma
 def test_a_killed_run_resumes_bit_for_bit(made, tmp_path):
     straight, resumed = made / "runs/translator", tmp_path / "run"
     shutil.copytree(straight, resumed)
-    for folder in ("model", "checkpoints/step_00000090"):
+    for folder in ("model", "checkpoints/step_00000060"):
         shutil.rmtree(resumed / folder)
     paths = (
         "--pretrained",
