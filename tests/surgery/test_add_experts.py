@@ -9,7 +9,7 @@ from moe import STMoEForConditionalGeneration
 from moe.errors import ConfigError
 from moe.sparse.editing import sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import UL2_AND_UMT5, tiny_batch, tiny_model
 
 DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 SINGLE = {"num_selected_experts": 1, "router_options": None}
@@ -36,10 +36,7 @@ def logits_of(model):
         ({"num_experts": 14, "granularity": 3}, {"eval_capacity_factor": 0.7, **DEFAULT}),
         ({"granularity": 3}, {"feed_forward_proj": "relu", "expert_bias": "additive"}),
         ({"num_experts": 14}, {"router": "switch", **SINGLE}),
-        (
-            {"num_experts": 14, "granularity": 2},
-            {"feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True},
-        ),
+        ({"num_experts": 14, "granularity": 2}, UL2_AND_UMT5),
         ({"num_experts": 14}, {"router": "bias_balanced", "router_options": None}),
         ({"num_experts": 14}, {"router": "batch_prioritized", "decoder_router": "token_choice"}),
     ],

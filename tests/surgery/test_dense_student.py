@@ -14,7 +14,7 @@ from moe.surgery.dense_student import (
     student_config,
 )
 from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
-from tests.models.tiny import DENSE, tiny_batch, tiny_model
+from tests.models.tiny import DENSE, UL2_AND_UMT5, tiny_batch, tiny_model
 
 NEAR = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -23,9 +23,6 @@ def logits_of(model, batch=None):
     batch = batch or tiny_batch()
     with torch.no_grad():
         return model(**batch).logits[batch["labels"] != -100]
-
-
-UL2_AND_UMT5 = {**DENSE, "feed_forward_proj": "gated-silu", "relative_bias_in_every_block": True}
 
 
 def student_of(folder, init, seed=0):
@@ -42,7 +39,7 @@ def student_of(folder, init, seed=0):
     [(1, {}), (2, {"expert_bias": "multiplicative"}), (3, {"sparse_dense_stacking": True})],
 )
 def test_from_dense_to_sparse_and_back_is_the_identity(tmp_path, granularity, fields):
-    dense = tiny_model(**UL2_AND_UMT5, d_ff=36)
+    dense = tiny_model(**DENSE, **UL2_AND_UMT5, d_ff=36)
     dense.save_pretrained(tmp_path / "dense")
     (tmp_path / "sparse").mkdir()
     upcycling = Upcycling(num_experts=5, granularity=granularity, fields=fields)
