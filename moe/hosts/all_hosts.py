@@ -6,10 +6,10 @@ from typing import Any
 from moe.checkpoint.loading import HOST_CLASSES, empty_model, find_class
 from moe.checks import shown
 from moe.convert.host_weights import HOST_FORMATS, HostFormat
+from moe.convert.nllb_moe import from_nllb_moe_config, nllb_moe_weight_map
 from moe.errors import ConfigError, did_you_mean
 from moe.hosts import records  # noqa: F401  registers them
 from moe.hosts.model import HOSTS, SparseHost
-from moe.hosts.nllb_moe import from_nllb_moe_config, nllb_moe_weight_map
 from moe.sparse.editing import sparse_layers
 
 # An early copy of the hub has the second name.

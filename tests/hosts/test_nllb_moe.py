@@ -16,9 +16,9 @@ from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
 from moe import CheckpointError, ConfigError
 from moe.checkpoint.loading import load_model
 from moe.commands import convert as convert_command
+from moe.convert.nllb_moe import from_nllb_moe_config
 from moe.hosts import records
 from moe.hosts.all_hosts import count_parameters
-from moe.hosts.nllb_moe import from_nllb_moe_config
 from moe.sparse.editing import sparse_layers
 from moe.sparse.layer import SparseFeedForward
 from moe.surgery.prune import Pruning, choose_experts, prune_checkpoint

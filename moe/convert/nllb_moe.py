@@ -1,4 +1,4 @@
-"""NLLB-MoE as a host: an M2M100 whose every fourth block is sparse.
+"""NLLB-MoE as a host with sparse layers: an M2M100 whose every fourth block is sparse.
 
 Its checkpoints have a configuration and names of their own.
 """
