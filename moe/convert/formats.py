@@ -396,7 +396,7 @@ class _Splits(Protocol):
         """Our name."""
         ...
 
-    def split(self, tensor: Tensor | LazyTensor) -> dict[str, Tensor]:
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the parts <any>[...] of the weight <any>[...] by name."""
         ...
 
@@ -406,14 +406,30 @@ class _WeightSplitter:
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
+        self._parts_of_experts: dict[str, Tensor] = {}
 
     def read(self, mapping: _Splits, weight: LazyTensor, name: str) -> Tensor:
         """Returns the part <any>[...] called `name` of our weight."""
         if name not in self._parts:
             # Free the last weight before reading the next.
             self._parts = {}
-            self._parts = mapping.split(weight)
+            self._parts = mapping.split(weight.read())
         return self._parts[name]
+
+    def read_each(self, mapping: _Splits, weight: LazyTensor, name: str) -> Iterator[Tensor]:
+        """Yields an expert's part <any>[...] called `name`, one after the other; keeps the other parts for later."""
+        if name in self._parts_of_experts:
+            yield from self._parts_of_experts[name]
+            return
+        self._parts_of_experts = kept = {}
+        for number, expert in enumerate(weight):
+            for part_name, part in mapping.split(expert).items():
+                if part_name == name:
+                    yield part
+                    continue
+                if part_name not in kept:
+                    kept[part_name] = part.new_empty((weight.shape[0], *part.shape))
+                kept[part_name][number] = part
 
 
 def split_weights(
@@ -426,5 +442,6 @@ def split_weights(
         weight = weights[mapping.name]
         for name, part in mapping.split(weight.empty()).items():
             read = partial(splitter.read, mapping, weight, name)
-            parts[name] = LazyTensor(part.shape, part.dtype, read)
+            read_each = partial(splitter.read_each, mapping, weight, name)
+            parts[name] = LazyTensor(part.shape, part.dtype, read, read_each=read_each)
     return parts

@@ -46,9 +46,9 @@ class WeightMapping(NamedTuple):
             piece.copy_(part)
         return joined
 
-    def split(self, tensor: Tensor | LazyTensor) -> dict[str, Tensor]:
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the parts by name as views of our tensor <any>[...]."""
-        return dict(zip(self.parts, self.pieces(tensor[...]), strict=True))
+        return dict(zip(self.parts, self.pieces(tensor), strict=True))
 
     def pieces(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yields the views <any>[...] of our tensor that are its parts, in their order."""

@@ -4,7 +4,7 @@ torchao's tensors do not cover stacked weights in 4 bits. The products of cpu_ex
 expert at a time, or none where torch multiplies packed numbers faster.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -207,7 +207,9 @@ def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
         the order of the numbers of 4 bits is that of ONNX Runtime.
     """
     if weight.dim() == 3:
-        return quantize_experts(weight, quantization)
+        experts = [quantize(expert, quantization).parts() for expert in weight]
+        stacked = {name: torch.stack([parts[name] for parts in experts]) for name in experts[0]}
+        return QuantizedWeight(stacked.pop("q"), **stacked)
 
     # Codes follow from the scales as they are stored, in the dtype of the weight.
     wide = weight.detach().float()
@@ -223,13 +225,6 @@ def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
     codes = (groups - zero[..., None].float()) / _nonzero(scale)[..., None]
     codes = codes.round_().add_(8).clamp_(0, 15).to(torch.uint8).flatten(-2)  # [O, I]
     return QuantizedWeight(codes[..., 0::2] | (codes[..., 1::2] << 4), scale, zero)
-
-
-def quantize_experts(weights: Iterable[Tensor], quantization: Quantization) -> QuantizedWeight:
-    """Returns the weights <float>[O, I] of experts, each of which may be read when it is its turn, as one."""
-    experts = [quantize(weight, quantization).parts() for weight in weights]
-    stacked = {name: torch.stack([parts[name] for parts in experts]) for name in experts[0]}
-    return QuantizedWeight(stacked.pop("q"), **stacked)
 
 
 def _unpack(pairs: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from moe.convert.formats import rewrite_checkpoint, split_weights
 from moe.convert.weight_map import ConvertedCheckpoint
 from moe.errors import ConfigError
-from moe.kernels.quantized_weight import Quantization, quantize, quantize_experts
-from moe.models.weight_files import LazyTensor, stored_parts
+from moe.kernels.quantized_weight import Quantization, quantize
+from moe.models.weight_files import stored_parts
 
 _EXPERTS = re.compile(r"\.experts\.\w+_proj$")
 _MATRICES = re.compile(r"(_proj|(_proj|embed_tokens|lm_head|shared|\.fc[12])\.weight)$")
@@ -94,10 +94,8 @@ class _QuantizedParts(NamedTuple):
     name: str
     quantization: Quantization | None
 
-    def split(self, tensor: Tensor | LazyTensor) -> dict[str, Tensor]:
-        """Returns the tensors <any>[...] that are stored for the weight <any>[...], by name."""
-        if self.quantization is None:
-            return {self.name: tensor[...]}
-        if len(tensor.shape) == 3:
-            return stored_parts(self.name, quantize_experts(tensor, self.quantization))
-        return stored_parts(self.name, quantize(tensor[...], self.quantization))
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns the tensors <any>[...] that are stored for the weight <any>[...] or an expert's, by name."""
+        if self.quantization is not None:
+            tensor = quantize(tensor, self.quantization)
+        return stored_parts(self.name, tensor)
