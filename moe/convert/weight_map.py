@@ -252,6 +252,8 @@ def _join_parts(
     for name, part, piece in zip(mapping.parts, parts, pieces, strict=True):
         if part.shape != tuple(piece.shape):
             report.reshaped.append(describe_reshaped(name, part.shape, piece.shape))
+        elif part.is_floating_point() != piece.is_floating_point():
+            report.reshaped.append(f"{name} {part.dtype} instead of {piece.dtype}")
 
     shape = tuple(expected.shape)
     dtype = parts[0].dtype

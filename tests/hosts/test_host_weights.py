@@ -120,18 +120,38 @@ def test_a_registered_format_is_loaded_and_converted_from_pickled_shards(library
         assert_same_weights(model, copy)
     assert load_model(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
 
-    # Each file is needed, and only tensors are read.
-    shards = sorted(folder.glob("*.bin"))
-    content = shards[1].read_bytes()
-    torch.save({"a": print}, shards[1])
-    with pytest.raises(CheckpointError, match="could run code"):
-        load_model(folder)
-    shards[1].write_bytes(content[:-100])
-    with pytest.raises(CheckpointError, match=shards[1].name):
-        load_model(folder)
-    shards[1].rename(folder / "renamed.bin")
-    with pytest.raises(CheckpointError, match=f"{shards[1].name} is missing"):
-        load_model(folder)
+
+def test_damaged_shards_are_named_and_nothing_is_written(library, tmp_path):
+    folder, _ = library
+    shard = sorted(folder.glob("*.bin"))[1]
+    (tmp_path / shard.name).write_bytes(shard.read_bytes())
+    index = folder / "pytorch_model.bin.index.json"
+    tensors = torch.load(shard)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    weight = tensors.pop(name)
+    saved = {
+        f"1 missing: {name}": tensors,
+        rf"{name} \(1,\) instead of": {**tensors, name: torch.ones(1)},
+        f"{name} torch.int64 instead of": {**tensors, name: weight.long()},
+        "numbers that are not finite": {**tensors, name: weight / 0},
+        "could run code": {"a": print},
+    }
+
+    def assert_refused(message):
+        for command in (convert_command, quantize_command):
+            with pytest.raises(CheckpointError, match=message) as caught:
+                command.main(["--from", str(folder), "--to", str(tmp_path / "out")])
+            assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+    for message, content in saved.items():
+        torch.save(content, shard)
+        assert_refused(message)
+    shard.write_bytes((tmp_path / shard.name).read_bytes()[:-100])
+    assert_refused(shard.name)
+    shard.rename(folder / "renamed.bin")
+    assert_refused(f"{shard.name} is missing")
+    index.write_text(index.read_text().replace(shard.name, f"../{shard.name}"))
+    assert_refused("is not in .* but its index lists it")
 
 
 def test_hosts_have_neither_the_format_nor_the_settings_of_others(tmp_path):
