@@ -120,11 +120,12 @@ class SparseHost(StoredWeights):
         weights = open_checkpoint(source, **download)
         weights.report.refuse_unexplained()
         dtypes = {name: kwargs.pop(name) for name in DTYPES if name in kwargs}
+        given = kwargs.pop("config", None)
         options = {"generation_config": load_generation_config(source, download), **kwargs}
         config, options = cls.config_class.from_pretrained(
             source, return_unused_kwargs=True, **options
         )
-        options |= {"config": config, "state_dict": weights.weights, **dtypes}
+        options |= {"config": given or config, "state_dict": weights.weights, **dtypes}
         return load(None, *args, **options)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:

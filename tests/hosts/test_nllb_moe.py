@@ -122,6 +122,12 @@ def test_a_checkpoint_of_the_hub_computes_what_its_authors_wrote(fraction, tmp_p
     assert_is_right(load_model(tmp_path / "ours"), config, weights)
 
 
+def test_settings_that_are_given_count_more_than_those_of_the_hub(hub):
+    config = records.SparseM2M100Config.from_pretrained(hub[0])
+    config.encoder_layerdrop = 0.0
+    assert load_model(hub[0], config=config).model.encoder.layerdrop == 0.0
+
+
 def test_a_checkpoint_that_transformers_wrote_is_read_too(hub, tmp_path):
     _, config, weights = hub
     theirs = NllbMoeForConditionalGeneration(NllbMoeConfig.from_dict(config))
