@@ -165,9 +165,11 @@ def _load_whole(
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
 
+    # Older versions of transformers saved tables of positions, which the class computes itself.
+    unexpected = set(info["unexpected_keys"]) - {name for name, _ in model.named_buffers()}
     misfits = describe_misfits(
         sorted(itertools.filterfalse(begins_anew, info["missing_keys"])),
-        sorted(itertools.filterfalse(begins_anew, info["unexpected_keys"])),
+        sorted(itertools.filterfalse(begins_anew, unexpected)),
         sorted(itertools.starmap(describe_reshaped, info["mismatched_keys"])),
     )
     if misfits:

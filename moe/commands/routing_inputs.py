@@ -21,6 +21,7 @@ from moe.data.span_corruption import DENSEST
 from moe.data.tokenizer import has_sentinels, load_tokenizer, sentinel
 from moe.errors import ConfigError, DataError
 from moe.hosts.model import SparseHost
+from moe.models.inputs import check_reads_texts
 from moe.registry import load_entry_point
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import (
@@ -90,8 +91,10 @@ def with_tokenizer(folder: Path, model: Any, source: Path | str) -> InspectedMod
         source: Where the tokenizer comes from, for messages.
 
     Raises:
+        ConfigError: When the model does not read texts.
         DataError: When the tokenizer is missing, damaged or of another model.
     """
+    check_reads_texts(type(model))
     tokenizer = load_tokenizer(folder)
     if len(tokenizer) > model.config.vocab_size:
         raise DataError(

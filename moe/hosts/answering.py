@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moe.checkpoint.loading import load_model
+from moe.checkpoint.loading import find_class, load_model
 from moe.convert.formats import find_tokenizer_files
 from moe.data.language_codes import answer_settings, with_languages
 from moe.data.tokenizer import load_tokenizer
@@ -13,6 +13,7 @@ from moe.distributed.mesh import Mesh
 from moe.errors import ConfigError
 from moe.files import find_model
 from moe.hosts import all_hosts  # noqa: F401  registers the hosts, which `load_model` then reads
+from moe.models.inputs import check_reads_texts
 from moe.serving.batch_generator import BatchGenerator
 from moe.serving.languages import read_languages
 
@@ -66,6 +67,7 @@ def load_with_tokenizer(
 ) -> tuple[Any, Any]:
     """Returns a model and its tokenizer, which have these languages; see `load`."""
     source = find_model(source)
+    check_reads_texts(find_class(source))
     files = find_tokenizer_files(source, {}).values()
     folder = next((path.parent for path in files), source)
     tokenizer = with_languages(load_tokenizer(folder), source_language, target_language)

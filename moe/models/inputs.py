@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
-from moe.checks import shown
+from moe.checks import check, shown
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.kernels.torch_private import is_plain
 from moe.sparse.inputs import can_read_values
@@ -240,3 +240,10 @@ def _refuse(name: str, value: Any, expected: str) -> NoReturn:
     if isinstance(value, Tensor):
         given = f"a tensor <{str(value.dtype).removeprefix('torch.')}>{list(value.shape)}"
     raise DataError(f"{name} is {given}; expected {expected}.")
+
+
+def check_reads_texts(model_class: Any) -> None:
+    """Raises a ConfigError for a model of sounds where texts are given."""
+    inputs = model_class.main_input_name
+    expected = "input_ids: texts are given"
+    check(inputs == "input_ids", f"The input of {model_class.__name__}", inputs, expected)

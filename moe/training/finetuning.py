@@ -27,6 +27,7 @@ from moe.files import kind_of
 from moe.models.adapter_files import find_base
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
+from moe.models.inputs import check_reads_texts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.training.recipe import FinetuneRecipe
 
@@ -144,8 +145,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> Any:
 
 def _host_config(model_class: Any, folder: Path, recipe: FinetuneRecipe) -> Any:
     """Returns the configuration of a host; settings of sparse layers are those of HostSettings."""
-    kind, inputs = model_class.__name__, model_class.main_input_name
-    check(inputs == "input_ids", f"The input of {kind}", inputs, "input_ids: pairs are texts")
+    check_reads_texts(model_class)
     config = model_class.config_class.from_pretrained(folder)
     refuse_quantized(config, "fine-tuned", folder)
 
@@ -156,7 +156,12 @@ def _host_config(model_class: Any, folder: Path, recipe: FinetuneRecipe) -> Any:
     for name in ("init", "parameters", "optimizer_state", "data.pack", "data.sentinels"):
         given[name] = (attrgetter(name)(recipe), attrgetter(name)(FinetuneRecipe()))
     for name, (value, default) in given.items():
-        check(value == default, name, value, f"{default}, since {folder} holds a {kind}")
+        check(
+            value == default,
+            name,
+            value,
+            f"{default}, since {folder} holds a {model_class.__name__}",
+        )
 
     _set_dropout(config, settings.pop("dropout_rate"))
     sparse = getattr(config, "sparse_layers", None)

@@ -5,9 +5,12 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import moe
 from moe.checkpoint.loading import load_model
-from moe.errors import DataError
+from moe.commands.routing_inputs import load_inspected
+from moe.errors import ConfigError, DataError
 from moe.hosts.upcycle import upcycle_host
 from moe.sparse.integration import collect_routers
 from moe.surgery.upcycle import Upcycling
@@ -38,7 +41,7 @@ def test_layers_that_layerdrop_skips_add_no_loss():
     assert numbers == {0, 1, 2}
 
 
-def test_whisper_routes_silence_whatever_mask_it_is_given():
+def test_whisper_routes_silence_whatever_mask_it_is_given(tmp_path):
     model = sparse_host("whisper", fields={"eval_capacity_factor": 1.0})
     batch = host_batch("whisper")
     features = batch["input_features"]
@@ -53,7 +56,11 @@ def test_whisper_routes_silence_whatever_mask_it_is_given():
     ]
     assert torch.equal(*answers)
 
-    # A trace is of ids.
+    # Texts are refused, and a trace is of ids.
+    model.save_pretrained(tmp_path)
+    for load in (moe.load, load_inspected):
+        with pytest.raises(ConfigError, match=r"input_features.*texts"):
+            load(tmp_path)
     with pytest.raises(DataError, match="input_ids"):
         record_routing(model, traced_batches([batch]))
 
@@ -67,6 +74,18 @@ def test_marian_keeps_two_vocabularies_and_saves_no_positions(tmp_path):
     assert loaded.lm_head.weight.shape[0] == loaded.final_logits_bias.shape[1] == 137
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
+def test_tables_of_positions_that_older_versions_saved_are_no_hindrance(tmp_path):
+    model = sparse_host("m2m_100")
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    del weights["lm_head.weight"], weights["model.encoder.embed_tokens.weight"]
+    del weights["model.decoder.embed_tokens.weight"]
+    model.save_pretrained(tmp_path)
+    table = model.model.encoder.embed_positions.weights.clone()
+    weights["model.encoder.embed_positions.weights"] = torch.zeros_like(table)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(load_model(tmp_path).model.encoder.embed_positions.weights, table)
 
 
 @pytest.mark.parametrize("name", ["bart", "marian", "mbart", "pegasus"])
