@@ -215,7 +215,8 @@ def _layer_from(facts: LayerFacts, rows: Mapping[str, Tensor], stats: RouterStat
     # No best experts were kept.
     choices.setdefault("best_expert", choices["expert"][:, :0])
     choices.setdefault("best_prob", choices["gate"][:, :0].half())
+    last = facts.num_experts - 1  # fits the dtype, unlike the number of experts
     for name in ("expert", "first", "best_expert"):
-        if ((choices[name] < -1) | (choices[name] >= facts.num_experts)).any():
-            raise ValueError(f"{prefix}.{name} names an expert beyond {facts.num_experts - 1}")
+        if ((choices[name] < -1) | (choices[name] > last)).any():
+            raise ValueError(f"{prefix}.{name} names an expert beyond {last}")
     return LayerTrace(facts, **choices, stats=stats)

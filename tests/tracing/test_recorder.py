@@ -242,5 +242,7 @@ def test_a_trace_names_no_expert_that_its_layer_lacks():
 
 
 def test_experts_have_the_smallest_numbers_that_hold_them():
-    assert expert_dtype(128) == torch.int8
-    assert expert_dtype(129) == torch.int16
+    for number, dtype in ((128, torch.int8), (129, torch.int16)):
+        assert expert_dtype(number) == dtype
+        trace = record_routing(build_model(num_experts=number), traced_batches(BATCHES[:1]))
+        assert trace.encoder.layers[0].first.dtype == dtype
