@@ -2,7 +2,7 @@
 
 stmoe prune --from runs/base/model --to runs/pruned --keep 4 --corpus runs/corpus
 stmoe prune --from runs/base/model --to runs/pruned --budget 40 --floor 2 --pairs pairs.jsonl
-stmoe prune --from facebook/nllb-moe-54b --to runs/eng-fra --keep 36 12 --score importance \
+stmoe prune --from runs/nllb --to runs/eng-fra --keep 36 12 --score importance \
     --source-language eng_Latn --target-language fra_Latn --pairs pairs.jsonl
 """
 
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Scores the experts, and writes the pruned model."""
-        inspected = load_source(options.source)
+        inspected = load_source(options)
         of_source = of_target = batches
         if options.source_language or options.target_language:
             of_source = list(read_batches(options, inspected, ["source"]))
@@ -84,14 +84,14 @@ def main(argv: list[str]) -> None:
 
 
 def removed_rows(chosen: ChosenExperts) -> list[list[str]]:
-    """Returns for each layer how many experts stay, and the others, numbered from 1, with their scores."""
+    """Returns for each layer how many experts stay, and the others or those, numbered from 1, with their scores."""
     rows = []
     for key, scores in chosen.scores.items():
-        kept = set(chosen.kept[key].tolist())
-        removed = []
-        for expert, score in enumerate(scores.tolist()):
-            if expert not in kept:
-                removed.append(f"{expert + 1} ({score:.3g})")
-        number = f"{len(kept)} of {scores.numel()}"
-        rows.append([layer_name(key), number, ", ".join(removed) or "none"])
+        kept = chosen.kept[key].tolist()
+        removed = sorted(set(range(scores.numel())) - set(kept))
+        shown = min(removed, kept, key=len)
+        experts = ", ".join(f"{expert + 1} ({scores[expert]:.3g})" for expert in shown) or "none"
+        if shown is kept:
+            experts = f"all but {experts}"
+        rows.append([layer_name(key), f"{len(kept)} of {scores.numel()}", experts])
     return rows

@@ -16,12 +16,17 @@ def add_model_options(parser: Parser) -> None:
     parser.add_argument(
         "--max-input", type=integer(least=1), default=512, help="longest text, in tokens (512)"
     )
+    add_mmap_option(parser)
+    add_language_options(parser)
+
+
+def add_mmap_option(parser: Parser) -> None:
+    """Adds --mmap."""
     parser.add_argument(
         "--mmap",
         action="store_true",
         help="leave weights in their files until they are used: a model larger than memory, on a CPU",
     )
-    add_language_options(parser)
 
 
 def add_language_options(parser: Any) -> None:

@@ -21,6 +21,7 @@ from moe.commands.routing_inputs import (
     read_batches,
     with_tokenizer,
 )
+from moe.commands.served_model import add_mmap_option
 from moe.commands.surgery_report import SurgeryResult, compare, measure, write_report
 from moe.convert.formats import find_tokenizer_files
 from moe.convert.t5x import is_t5x
@@ -42,13 +43,15 @@ def add_surgery_options(parser: Parser, what: str) -> None:
     parser.add_argument("--from", dest="source", type=model_name, required=True, help=what)
     parser.add_argument("--to", required=True, help="the folder to make")
     add_inputs(parser, required=False)
+    add_mmap_option(parser)
 
 
-def load_source(source: Path | str) -> InspectedModel:
+def load_source(options: Namespace) -> InspectedModel:
     """Returns the model before, with its tokenizer."""
-    files = find_tokenizer_files(source, {}).values()
-    tokenizer = next((path.parent for path in files), Path(source))
-    return with_tokenizer(tokenizer, load_model(source), source)
+    files = find_tokenizer_files(options.source, {}).values()
+    tokenizer = next((path.parent for path in files), Path(options.source))
+    model = load_model(options.source, mmap=options.mmap)
+    return with_tokenizer(tokenizer, model, options.source)
 
 
 def perform_surgery(
@@ -99,7 +102,7 @@ def perform_surgery(
         text = ""
         batches: list[TracedBatch] = []
         if has_text:
-            inspected = load_source(options.source)
+            inspected = load_source(options)
             text = describe_inputs(options, inspected)
             batches = list(read_batches(options, inspected))
             before = measure(inspected.model, batches)
@@ -109,7 +112,7 @@ def perform_surgery(
 
         effects = None
         if before is not None:
-            model = load_model(folder)
+            model = load_model(folder, mmap=options.mmap)
             effects = compare(before, measure(model, batches), result.origins)
             del model
         report = write_report(
