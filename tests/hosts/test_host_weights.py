@@ -5,9 +5,10 @@ import json
 
 import pytest
 import torch
+from peft import get_peft_model
 from safetensors import safe_open
 
-from moe import CheckpointError, ConfigError
+from moe import CheckpointError, ConfigError, lora_config
 from moe.checkpoint.loading import HOST_CLASSES, empty_model, load_model
 from moe.commands import convert as convert_command
 from moe.commands import plan as plan_command
@@ -19,7 +20,7 @@ from moe.kernels.quantized_weight import Quantization, QuantizedWeight
 from moe.planning.checkpoint import checkpoint_needs
 from moe.planning.table import show_bytes
 from moe.surgery.quantize import quantize_checkpoint
-from tests.hosts.tiny_hosts import dense_host, experts_of, sparse_host
+from tests.hosts.tiny_hosts import dense_host, experts_of, host_batch, sparse_host
 from tests.largest_tensor import LargestFloats
 from tests.serving.test_mapped import wide_model
 
@@ -88,6 +89,22 @@ def test_a_rewritten_host_is_the_same_in_fewer_files(name, make, tmp_path):
     with safe_open(tmp_path / "one/model.safetensors", "pt") as file:
         assert sorted(file.keys()) == sorted(report.mapped)
     assert_same_weights(model, load_model(tmp_path / "one"), torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_a_host_are_merged(tmp_path):
+    sparse_host("m2m_100", differ=True).save_pretrained(tmp_path / "base")
+    base = load_model(tmp_path / "base")
+    adapted = get_peft_model(base, lora_config(base, rank=3)).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapters")
+    base.config.save_pretrained(tmp_path / "adapters")
+    convert(tmp_path / "adapters", tmp_path / "merged")
+    batch = host_batch("m2m_100")
+    merged = load_model(tmp_path / "merged")(**batch).logits
+    torch.testing.assert_close(merged, adapted(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_copies_of_a_tied_weight_count_once_and_must_be_copies(tmp_path):

@@ -120,6 +120,9 @@ def test_a_checkpoint_of_the_hub_computes_what_its_authors_wrote(fraction, tmp_p
     assert_is_right(model, config, weights)
     convert_command.main(["--from", str(tmp_path / "hub"), "--to", str(tmp_path / "ours")])
     assert_is_right(load_model(tmp_path / "ours"), config, weights)
+    assert_is_right(load_model(tmp_path / "ours", mmap=True), config, weights)
+    with pytest.raises(CheckpointError, match=r"nllb-moe.*stmoe convert --from"):
+        load_model(tmp_path / "hub", mmap=True)
 
 
 def test_settings_that_are_given_count_more_than_those_of_the_hub(hub):
