@@ -288,6 +288,8 @@ def register_host(record: Host) -> type[SparseHost]:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.forward_with_routers(*args, **kwargs)
 
+    HOSTS.add(dense_config.model_type, Model)
+
     # As if they were written in the calling module, so that pickle finds them.
     module = sys._getframe(1).f_globals
     for made, dense in ((Config, dense_config), (Model, dense_class)):
@@ -295,7 +297,6 @@ def register_host(record: Host) -> type[SparseHost]:
         made.__module__ = module["__name__"]
         module[made.__name__] = made
 
-    HOSTS.add(dense_config.model_type, Model)
     HOST_CLASSES.update({dense_config.model_type: dense_class, Config.model_type: Model})
     AutoConfig.register(Config.model_type, Config)
     record.auto_class.register(Config, Model)
