@@ -1,10 +1,11 @@
-"""stmoe convert: converts checkpoints of T5, Switch and T5X to ours, and ours to T5 and Switch; it dequantizes
-experts, and merges adapters.
+"""stmoe convert: converts checkpoints of T5, Switch and T5X to ours, ours to T5 and Switch, and NLLB-MoE to a host; it
+rewrites hosts, dequantizes experts, and merges adapters.
 
 stmoe convert --from google/switch-base-8 --to runs/switch-base-8
 stmoe convert --from runs/switch-base-8 --to runs/theirs --format switch
 stmoe convert --from checkpoint_500100/ --to runs/t5x --set eval_capacity_factor=null
 stmoe convert --from runs/lora/best/model --to runs/merged
+stmoe convert --from facebook/nllb-moe-54b --to runs/nllb --dtype bfloat16
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def build_parser() -> Parser:
         dest="source",
         type=model_name,
         required=True,
-        help="a folder of T5, Switch, T5X or ours, or hub name",
+        help="a folder of T5, Switch, T5X, ours, a host or NLLB-MoE, or hub name",
     )
     parser.add_argument("--to", help="the folder to make; without it, only the report is printed")
     parser.add_argument(
@@ -44,7 +45,7 @@ def build_parser() -> Parser:
         nargs="+",
         default=[],
         metavar="FIELD=JSON",
-        help="fields of STMoEConfig that differ",
+        help="fields of STMoEConfig that differ, or settings of a host's sparse layers",
     )
     return parser
 

@@ -132,14 +132,12 @@ def show_checkpoint(source: str) -> str:
         source: A folder or a name of the hub.
     """
     config = find_class(source).config_class.from_pretrained(source)
-    if getattr(config, "expert_quantization", None) is not None:
-        config = config.replaced(expert_quantization=None)
     total, of_token = count_parameters(source)
 
     # Quantized experts leave everything else, and have their scales, in the dtype of the files.
     dtype = getattr(torch, str(config.dtype or torch.float32).removeprefix("torch."))
     needs = {
-        "float32": checkpoint_needs(config, torch.float32),
+        "float32": checkpoint_needs(config),
         "bfloat16": checkpoint_needs(config, torch.bfloat16),
         "8 bits": checkpoint_needs(config, dtype, bits=8),
         "4 bits": checkpoint_needs(config, dtype, bits=4),

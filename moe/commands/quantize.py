@@ -3,6 +3,7 @@
 stmoe quantize --from runs/demo/model --to runs/int8 --pairs runs/demo/names/test.jsonl
 stmoe quantize --from runs/demo/model --to runs/int4 --bits 4 --group-size 64
 stmoe quantize --from runs/demo/model --to runs/small --all
+stmoe quantize --from facebook/nllb-moe-54b --to runs/nllb8
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ _DEFAULT_GROUP = 32
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe quantize", description="Stores weights in 8 or 4 bits.")
-    add_surgery_options(parser, "folder or hub name of a model of ours or a Switch")
+    add_surgery_options(
+        parser, "folder or hub name of a model of ours, a Switch, a sparse host or NLLB-MoE"
+    )
     parser.add_argument(
         "--bits", type=int, choices=(8, 4), default=8, help="bits of a weight of an expert (8)"
     )

@@ -1,6 +1,6 @@
 """Writes a checkpoint in another format, tensor by tensor.
 
-Sources are transformers' T5 and Switch, T5X and ours; formats are ours and transformers' two.
+Sources are transformers' T5 and Switch, T5X, ours and hosts; formats are ours, that of a host, and transformers' two.
 """
 
 import json
@@ -168,9 +168,9 @@ def convert_checkpoint(
     Quantized weights are dequantized, and adapters are merged into the weights of their base model.
 
     Args:
-        source: A folder of T5, Switch, T5X or ours, or a name of the hub.
+        source: A folder of T5, Switch, T5X, ours or a host, or a name of the hub.
         folder: Exists, and is empty.
-        form: `ours`, or `switch` or `t5` for transformers' own classes.
+        form: `ours`, which for a host is its own, or `switch` or `t5` for transformers' classes.
         dtype: Dtype of the floating-point weights; None for the source's.
         max_shard_size: Bytes of a file, see `save_pretrained`.
         settings: Fields of STMoEConfig that differ from the source's; `revision`, `token`,

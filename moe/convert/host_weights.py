@@ -79,12 +79,11 @@ def open_host(
     for name in stored:
         if name in buffers or _matches(name, model._keys_to_ignore_on_load_unexpected):
             ignored[name] = f"is not used by {type(model).__name__}"
-    needed = []
-    for mapping in chosen.values():
-        is_computed = _matches(mapping.name, model._keys_to_ignore_on_load_missing)
-        if mapping.parts[0] in stored or not is_computed:
-            needed.append(mapping)
-    return convert_weights(str(source), config, needed, stored, ignored=ignored)
+    for name, mapping in list(chosen.items()):
+        is_computed = _matches(name, model._keys_to_ignore_on_load_missing)
+        if is_computed and mapping.parts[0] not in stored:
+            del chosen[name]
+    return convert_weights(str(source), config, chosen.values(), stored, ignored=ignored)
 
 
 def _matches(name: str, patterns: Any) -> bool:

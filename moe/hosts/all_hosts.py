@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from moe.checkpoint.loading import HOST_CLASSES, empty_model, find_class
+from moe.checkpoint.loading import HOST_CLASSES, find_class
 from moe.checks import shown
 from moe.convert.host_weights import HOST_FORMATS, HostFormat
 from moe.convert.nllb_moe import from_nllb_moe_config, nllb_moe_weight_map
 from moe.errors import ConfigError, did_you_mean
 from moe.hosts import records  # noqa: F401  registers them
 from moe.hosts.model import HOSTS, SparseHost
-from moe.sparse.editing import sparse_layers
+from moe.planning.checkpoint import checkpoint_needs
 
 # An early copy of the hub has the second name.
 for _name in ("nllb-moe", "nllb_moe"):
@@ -43,13 +43,6 @@ def count_parameters(source: Path | str) -> tuple[int, int]:
     Args:
         source: A folder, or a name of the hub.
     """
-    model = empty_model(find_class(source).config_class.from_pretrained(source))
-    model.tie_weights()
-    total = model.num_parameters()
-
-    # A token uses K of every E experts.
-    idle = 0
-    for layer in sparse_layers(model).values():
-        E, K = layer.config.num_experts, layer.config.num_selected_experts
-        idle += sum(weight.numel() for weight in layer.experts.parameters()) * (E - K) // E
-    return total, total - idle
+    config = find_class(source).config_class.from_pretrained(source)
+    needs = checkpoint_needs(config)
+    return (needs.experts + needs.rest) // 4, (needs.experts_of_token + needs.rest) // 4

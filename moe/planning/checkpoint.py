@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moe.checkpoint.loading import empty_model
-from moe.checkpoint.sharded_weights import stored_tensors
 from moe.sparse.editing import sparse_layers
 from moe.sparse.experts import PROJECTIONS
 
@@ -27,19 +26,22 @@ class CheckpointNeeds(NamedTuple):
 
 
 def checkpoint_needs(
-    config: Any, dtype: torch.dtype, *, bits: int | None = None
+    config: Any, dtype: torch.dtype = torch.float32, *, bits: int | None = None
 ) -> CheckpointNeeds:
     """Returns what a model of ours or a host needs.
 
     Args:
-        config: Its configuration, with experts in floats.
+        config: Its configuration.
         dtype: Dtype of the weights, and of the scales of quantized ones.
         bits: 8 or 4 for quantized experts; None for floats.
     """
+    if getattr(config, "expert_quantization", None) is not None:
+        config = config.replaced(expert_quantization=None)
     model = empty_model(config).to(dtype)
+    model.tie_weights()
     experts = 0
     experts_of_token = 0
-    rest = sum(weight.nbytes for weight in stored_tensors(model).values())
+    rest = sum(weight.nbytes for weight in model.parameters())
     for layer in sparse_layers(model).values():
         for name, weight in layer.experts.named_parameters():
             one = weight[0]
