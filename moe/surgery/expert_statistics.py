@@ -178,11 +178,4 @@ def _no_tokens(layer: SparseFeedForward) -> ExpertStatistics:
     device = unwrapped(layer.experts).down_proj.device
     counts = torch.zeros(E, dtype=torch.int64, device=device)
     sums = torch.zeros(E, dtype=torch.float64, device=device)
-    return ExpertStatistics(
-        num_tokens=counts.sum(),
-        load=counts,
-        first_load=counts,
-        gate_sum=sums,
-        first_gate_sum=sums,
-        gated_norm_sum=sums,
-    )
+    return ExpertStatistics(counts.sum(), counts, counts, sums, sums, sums)
