@@ -26,7 +26,7 @@ from moe.hosts.host import STACKS, Host
 from moe.hosts.settings import HostSettings, SparseHostConfig
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
-from moe.models.losses import refuse_missing_labels, share_of_targets
+from moe.models.losses import over_layers, refuse_missing_labels, share_of_targets
 from moe.models.outputs import RouterRecords
 from moe.models.pretrained import DOWNLOAD, DTYPES, StoredWeights, freeze_quantized_experts
 from moe.models.transformers_private import load_generation_config
@@ -106,27 +106,23 @@ class SparseHost(StoredWeights):
 
         Arguments and results are those of transformers.
         """
-        load = cast(Any, super()).from_pretrained
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
-        raw_config = STMoEConfig.read_raw(source, **download) if source else {}
-        if not source or raw_config.get("model_type") not in HOST_FORMATS:
-            result = load(source, *args, **kwargs)
-            model = result[0] if isinstance(result, tuple) else result
-            freeze_quantized_experts(
-                model, None if model.config.expert_quantization is None else source
+        folder = source
+        if source and STMoEConfig.read_raw(source, **download).get("model_type") in HOST_FORMATS:
+            weights = open_checkpoint(source, **download)
+            weights.report.refuse_unexplained()
+            dtypes = {name: kwargs.pop(name) for name in DTYPES if name in kwargs}
+            options = {"generation_config": load_generation_config(source, download), **kwargs}
+            config, kwargs = cls.config_class.from_pretrained(
+                source, return_unused_kwargs=True, **options
             )
-            return result
-
-        weights = open_checkpoint(source, **download)
-        weights.report.refuse_unexplained()
-        dtypes = {name: kwargs.pop(name) for name in DTYPES if name in kwargs}
-        given = kwargs.pop("config", None)
-        options = {"generation_config": load_generation_config(source, download), **kwargs}
-        config, options = cls.config_class.from_pretrained(
-            source, return_unused_kwargs=True, **options
-        )
-        options |= {"config": given or config, "state_dict": weights.weights, **dtypes}
-        return load(None, *args, **options)
+            kwargs |= {"config": config, "state_dict": weights.weights, **dtypes}
+            folder = None
+        result = cast(Any, super()).from_pretrained(folder, *args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        is_quantized = model.config.expert_quantization is not None
+        freeze_quantized_experts(model, source if is_quantized else None)
+        return result
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Saves the model as the host does.
@@ -226,14 +222,7 @@ class SparseHost(StoredWeights):
             ce_loss = torch.where(num_targets > 0, ce_loss, 0.0) * (num_targets / num_items)
             layer_losses = [share_of_targets(router, labels, num_items) for router in routers]
 
-        load_balance = torch.zeros_like(ce_loss)
-        router_z = torch.zeros_like(ce_loss)
-        for layer_balance, layer_z in layer_losses:
-            load_balance = load_balance + layer_balance
-            router_z = router_z + layer_z
-        if self.settings.rules.router_loss_reduction == "mean":
-            load_balance = load_balance / max(1, len(routers))
-            router_z = router_z / max(1, len(routers))
+        load_balance, router_z = over_layers(layer_losses, self.settings.rules, like=ce_loss)
         loss = (
             ce_loss
             + self.settings.load_balance_loss_weight * load_balance

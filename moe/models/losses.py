@@ -19,6 +19,7 @@ from moe.errors import ConfigError
 from moe.kernels.cross_entropy import vocabulary_losses
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
+from moe.sparse.config import Rules
 from moe.sparse.groups import sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.layer import RouterOutput
 from moe.sparse.losses import BalanceTotals, num_scope_ranks
@@ -222,28 +223,20 @@ def model_losses(
     ce_loss = sums.cross_entropy / target_tokens
     z_loss = sums.z / target_tokens
 
-    # L_B and L_z of the routers, summed over layers.
-    load_balance = torch.zeros_like(ce_loss)
-    router_z = torch.zeros_like(ce_loss)
+    # L_B and L_z of the routers.
+    layer_losses: list[tuple[Tensor, Tensor]] = []
     if isinstance(counts, Tensor):
         for router in (*encoder_routers, *decoder_routers):
-            layer_balance, layer_z = share_of_targets(router, labels, target_tokens)
-            load_balance = load_balance + layer_balance
-            router_z = router_z + layer_z
+            layer_losses.append(share_of_targets(router, labels, target_tokens))
     else:
         stacks = ((counts.encoder, encoder_routers), (counts.decoder, decoder_routers))
         for divisors, routers in stacks:
             num_balanced = divisors.load_balance.clamp(min=1)
             num_z = divisors.router_z.clamp(min=1)
-            for router in routers:
-                load_balance = load_balance + router.losses.load_balance_sum / num_balanced
-                router_z = router_z + router.losses.router_z_sum / num_z
-
-    # Mesh-TensorFlow sums over layers, T5X takes the mean.
-    if config.rules.router_loss_reduction == "mean":
-        num_layers = max(1, len(encoder_routers) + len(decoder_routers))
-        load_balance = load_balance / num_layers
-        router_z = router_z / num_layers
+            for losses in (router.losses for router in routers):
+                pair = (losses.load_balance_sum / num_balanced, losses.router_z_sum / num_z)
+                layer_losses.append(pair)
+    load_balance, router_z = over_layers(layer_losses, config.rules, like=ce_loss)
 
     # Eq. 6.
     total = (
@@ -259,6 +252,25 @@ def model_losses(
         load_balance_loss=load_balance,
         router_z_loss=router_z,
     )
+
+
+def over_layers(
+    layer_losses: Sequence[tuple[Tensor, Tensor]], rules: Rules, *, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the balance loss and the z-loss <float32>[] of all layers; 0 without layers.
+
+    Args:
+        layer_losses: Both losses <float32>[] of each layer.
+        rules: Mesh-TensorFlow sums over layers, T5X takes the mean.
+        like: A loss <float32>[] of the same model.
+    """
+    load_balance = torch.zeros_like(like)
+    router_z = torch.zeros_like(like)
+    for layer_balance, layer_z in layer_losses:
+        load_balance = load_balance + layer_balance
+        router_z = router_z + layer_z
+    num_layers = max(1, len(layer_losses)) if rules.router_loss_reduction == "mean" else 1
+    return load_balance / num_layers, router_z / num_layers
 
 
 def share_of_targets(
