@@ -2,7 +2,7 @@
 
 Logits are compared with ours in float64, which the tests hold to the authors' formulas. All decode
 greedily and in turn, each with one thread, of which the CPU time is measured. transformers 4.57.6
-gets an environment of its own, which a later run reuses.
+gets an environment of its own, with the same torch, which a later run reuses.
 """
 
 import statistics
@@ -22,7 +22,8 @@ from benchmarks.timing import measure_in_turn, median_ratio
 from moe.hosts.answering import load_model
 
 ENVIRONMENT = Path("runs/transformers-4.57.6")
-PACKAGES = ("torch", "numpy", "transformers==4.57.6")
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PACKAGES = (f"torch=={torch.__version__.partition('+')[0]}", "numpy", "transformers==4.57.6")
 BATCHES = (1, 8)
 NEW_TOKENS = 32
 CONFIG = NllbMoeConfig(
@@ -61,7 +62,8 @@ def build_environment() -> Path:
     python = ENVIRONMENT / "bin/python"
     if not (ENVIRONMENT / "finished").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-        subprocess.run([python, "-m", "pip", "install", *PACKAGES], check=True)
+        pip = [python, "-m", "pip", "install", "--extra-index-url", CPU_INDEX]
+        subprocess.run([*pip, *PACKAGES], check=True)
         (ENVIRONMENT / "finished").touch()
     return python
 
