@@ -40,6 +40,7 @@ from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import cache_folder, check_kind, find_model, output_path
 from moe.hosts import all_hosts  # noqa: F401  registers the hosts, which `load_model` then reads
+from moe.hosts.parallelize import shard_host
 from moe.models.configuration import STMoEConfig
 from moe.models.trainable_parameters import select_parameters
 from moe.registry import load_entry_point
@@ -109,7 +110,7 @@ def build_run(
 
     # The model and its trainable parameters.
     weights = None if recipe.init == "scratch" else pretrained
-    built = build_model(recipe, config, world.device_type, weights)
+    built = build_model(recipe, config, world.device_type, weights, shard_host)
     parameters = "all parameters train"
     if not is_host:
         parameters = select_parameters(built.model, recipe.parameters)
@@ -118,7 +119,9 @@ def build_run(
 
     dev = None
     if data.build_dev_scorer is not None:
-        dev = data.build_dev_scorer(world, recipe.mesh.launched, built.mesh)
+        # Each rank loads a host whole.
+        shared = None if is_host else built.mesh
+        dev = data.build_dev_scorer(world, recipe.mesh.launched, shared)
     earlier_checkpoints = None
     if recipe.optimizer_state == "keep":
         earlier_checkpoints = pretrained.absolute().parent / CHECKPOINTS_FOLDER

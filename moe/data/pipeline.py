@@ -251,7 +251,7 @@ class RowSource(ABC):
         self.seed = seed
         self.settings = (*self.row_lengths, batch_size, seed, pack)
         self._padding, _ = pad_and_eos(tokenizer)
-        self._has_segments = has_sentinels(tokenizer)  # other models know masks
+        self._has_segments = pack or has_sentinels(tokenizer)  # other models know masks
 
     @abstractmethod
     def row(self, position: int) -> list[Example]:

@@ -50,20 +50,15 @@ def load(
         ConfigError: When a language is unknown, or that of the answers is missing.
         DataError: When the tokenizer is missing or damaged.
     """
-    model, tokenizer = load_with_tokenizer(
-        source, source_language, target_language, mesh=mesh, device=device, mmap=mmap
-    )
+    codes = (source_language, target_language)
+    options: dict[str, Any] = {"mesh": mesh, "device": device, "mmap": mmap}
+    model, tokenizer = load_with_tokenizer(source, *codes, **options)
     languages = read_languages(find_model(source))
     return BatchGenerator(model, tokenizer, languages=languages, **settings)
 
 
 def load_with_tokenizer(
-    source: Path | str,
-    source_language: str | None = None,
-    target_language: str | None = None,
-    *,
-    device: torch.device | str | None = None,
-    **options: Any,
+    source: Path | str, source_language: str | None, target_language: str | None, **options: Any
 ) -> tuple[Any, Any]:
     """Returns a model and its tokenizer, which have these languages; see `load`."""
     source = find_model(source)
@@ -71,7 +66,8 @@ def load_with_tokenizer(
     files = find_tokenizer_files(source, {}).values()
     folder = next((path.parent for path in files), source)
     tokenizer = with_languages(load_tokenizer(folder), source_language, target_language)
-    model = load_model(source, device=device or fastest_device(), dropless=True, **options)
+    options["device"] = options.get("device") or fastest_device()
+    model = load_model(source, dropless=True, **options)
 
     # Translators search beams by default, which is the caller's choice here.
     generation = model.generation_config

@@ -64,8 +64,8 @@ def check_run_fits(
         ConfigError: With the numbers and possible values.
     """
     if not isinstance(config, STMoEConfig):
-        ranks = max(num_ranks, recipe.mesh.num_ranks)
-        check(ranks == 1, "The number of ranks", ranks, "1: a host trains in one process here")
+        ranks = recipe.mesh.num_ranks
+        check(num_ranks == ranks, "The number of processes", num_ranks, f"{ranks} of the mesh")
         return
 
     # The data ranks share the groups of the whole batch evenly, in both stacks.
@@ -124,7 +124,11 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
 
 
 def build_model(
-    recipe: Recipe, config: STMoEConfig, device_type: str, pretrained: Path | None = None
+    recipe: Recipe,
+    config: Any,
+    device_type: str,
+    pretrained: Path | None = None,
+    shard_host: Callable[..., dict[str, Layout]] | None = None,
 ) -> BuiltModel:
     """Returns the model of a run on its device, or sharded over the mesh that it builds.
 
@@ -132,10 +136,11 @@ def build_model(
 
     Args:
         recipe: Gives mesh, seed and precision.
-        config: Configuration of the model.
+        config: Configuration of the model, or of a host, which is loaded whole.
         device_type: `cpu` or `cuda`.
         pretrained: Folder of the weights. Counters of routers start at zero if it has another kind
             of router. None draws weights, which depend on the seed but not on the mesh.
+        shard_host: The function of moe.hosts; None where there are no hosts.
 
     Raises:
         CheckpointError: When the folder's weights are not complete.
@@ -162,6 +167,9 @@ def build_model(
         layouts = {}
         for name, parameter in model.named_parameters():
             layouts[name] = find_layout(name, parameter.shape, [Rule("host", ".*")], launched)
+        if mesh is not None:
+            assert shard_host is not None, "the command knows hosts"
+            layouts = shard_host(model, mesh, bfloat16=bfloat16)
     else:
         saved = STMoEConfig.from_pretrained(pretrained)
         begins_anew = _state_of_changed_routers(saved, config)

@@ -15,6 +15,7 @@ import stmoe
 from moe.errors import ConfigError
 from moe.hosts.answering import load
 from tests.hosts.tiny_translator import ENGLISH, NEW, PAIRS, save_m2m100, write_pairs
+from tests.processes import start_torchrun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +87,7 @@ def test_a_language_that_is_missing_or_unknown_is_one_line_and_writes_nothing(ma
             [*tune, alone, "--target-language", "swa"],
             [*tune, other],
         ],
-        "1: a host trains in one process": [[*tune, made / "pairs.jsonl", "--mesh.ep", 2]],
+        "The number of processes is 1; expected 2": [[*tune, made / "pairs.jsonl", "--mesh.ep", 2]],
         "parameters is 'moe'; expected all": [[*tune, alone, "--parameters", "moe"]],
         "model.label_smoothing is 0.1": [[*tune, alone, "--model.label_smoothing", 0.1]],
     }
@@ -116,9 +117,16 @@ def test_a_killed_run_resumes_bit_for_bit(made, tmp_path):
     assert metric(straight, "train/loss") == metric(resumed, "train/loss")
 
 
+SAME = ("--model.expert_dropout_rate", 0, "--model.group_size", 16, "--training.steps", 2)
+SAME += ("--optim.cooldown_steps", 0)
+
+
+def losses(folder):
+    return [metric(folder, f"train/{name}") for name in ("loss", "ce_loss", "grad_norm")]
+
+
 def test_a_step_of_micro_batches_is_that_of_the_whole_batch(made, tmp_path):
-    same = ("--model.expert_dropout_rate", 0, "--model.group_size", 16, "--training.steps", 2)
-    same += ("--optim.cooldown_steps", 0, "--mixture.dev_examples", 0)
+    same = (*SAME, "--mixture.dev_examples", 0)
     for model in ("facebook/m2m100_418M", "runs/sparse"):
         found = []
         for rows in (4, 16):
@@ -132,7 +140,27 @@ def test_a_step_of_micro_batches_is_that_of_the_whole_batch(made, tmp_path):
                 rows,
             )
             run("finetune", "--pretrained", made / model, *options, *STEPS, *same)
-            found.append(
-                [metric(out, f"train/{name}") for name in ("loss", "ce_loss", "grad_norm")]
-            )
+            found.append(losses(out))
         assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_experts_train_and_score_what_one_process_does(made, tmp_path):
+    paths = ("--pretrained", made / "runs/sparse", "--train", made / "pairs.jsonl", "--dev")
+    options = (
+        *paths,
+        made / "pairs.jsonl",
+        *STEPS,
+        *SAME,
+        "--training.micro_batch_size",
+        4,
+        "--out",
+    )
+    run("finetune", *options, tmp_path / "one")
+    ended = start_torchrun(
+        2, "stmoe", "finetune", *options, tmp_path / "two", "--mesh.ep", 2
+    ).finish()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    answers = [tmp_path / name / "dev/step_00000002/answers.jsonl" for name in ("one", "two")]
+    assert answers[0].read_text() == answers[1].read_text()
