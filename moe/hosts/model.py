@@ -112,11 +112,12 @@ class SparseHost(StoredWeights):
             weights = open_checkpoint(source, **download)
             weights.report.refuse_unexplained()
             dtypes = {name: kwargs.pop(name) for name in DTYPES if name in kwargs}
+            given = kwargs.pop("config", None)
             options = {"generation_config": load_generation_config(source, download), **kwargs}
             config, kwargs = cls.config_class.from_pretrained(
                 source, return_unused_kwargs=True, **options
             )
-            kwargs |= {"config": config, "state_dict": weights.weights, **dtypes}
+            kwargs |= {"config": given or config, "state_dict": weights.weights, **dtypes}
             folder = None
         result = cast(Any, super()).from_pretrained(folder, *args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
