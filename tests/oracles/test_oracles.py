@@ -169,7 +169,9 @@ def test_the_loop_and_the_einsum_add_up_weighed_experts():
     weights = SimpleNamespace(
         up_proj=torch.ones(2, 1, 1).double(), down_proj=torch.tensor([[[2.0]], [[3.0]]]).double()
     )
-    config = SimpleNamespace(num_experts=2, gated=False, activation="relu", expert_bias="none")
+    config = SimpleNamespace(
+        num_experts=2, gated=False, activation="relu", expert_bias="none", product_bias=False
+    )
     layer, groups = (
         SimpleNamespace(experts=weights, config=config),
         torch.tensor([[[5.0], [7.0]]]).double(),
