@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from moe.checks import check_integer, shown
+from moe.checks import check, check_integer, shown
 from moe.errors import ConfigError
 from moe.serving.sampling import Sampling, choose_tokens, draws_of, likeliest_tokens
 from moe.serving.slots import Slots
@@ -38,7 +38,6 @@ _UNSUPPORTED = {
     "encoder_no_repeat_ngram_size": (None, 0),
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
-    "bad_words_ids": (None, []),
     "begin_suppress_tokens": (None, []),
     "sequence_bias": (None, {}),
     "min_p": (None, 0.0),
@@ -193,7 +192,8 @@ class Engine:
         eos = settings.eos_token_id
         self._ends = set(eos if isinstance(eos, list) else [eos])
         self._forced_end = settings.forced_eos_token_id
-        self._suppressed = torch.tensor(settings.suppress_tokens or [], device=model.device).long()
+        suppressed = [*(settings.suppress_tokens or []), *_bad_tokens(settings)]
+        self._suppressed = torch.tensor(suppressed, device=model.device).long()
         self._pad = model.config.pad_token_id or 0
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "decoder_position_ids" in parameters
@@ -489,6 +489,18 @@ def start_tokens(model: PreTrainedModel) -> list[int]:
     return (
         [start] if settings.forced_bos_token_id is None else [start, settings.forced_bos_token_id]
     )
+
+
+def _bad_tokens(settings: Any) -> list[int]:
+    """Returns the tokens that are never generated, such as Marian's padding.
+
+    Raises:
+        ConfigError: When a word of `bad_words_ids` has several tokens.
+    """
+    words = settings.bad_words_ids or []
+    is_token = all(len(word) == 1 for word in words)
+    check(is_token, "generation_config.bad_words_ids", words, "words of one token")
+    return [word[0] for word in words]
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:

@@ -65,15 +65,22 @@ def test_answers_of_every_model_of_transformers_are_those_of_each_request_alone(
     assert [answer.tokens for answer in answers] == expected
 
 
-def test_suppressed_tokens_which_fine_tuned_models_have_are_never_chosen():
+@pytest.mark.parametrize("setting", ["suppress_tokens", "bad_words_ids"])
+def test_suppressed_tokens_which_fine_tuned_models_and_marian_have_are_never_chosen(setting):
     model = ours()
     asked = requests(9)
     free = [alone(model, request.text) for request in asked]
-    model.generation_config.suppress_tokens = sorted({tokens[0] for tokens in free} - {1})
+    tokens = sorted({tokens[0] for tokens in free} - {1})
+    is_words = setting == "bad_words_ids"
+    setattr(model.generation_config, setting, [[token] for token in tokens] if is_words else tokens)
     expected = [alone(model, request.text, request.sampling.max_new_tokens) for request in asked]
     answers = BatchGenerator(model, TOKENIZER, max_batch=4).map(asked)
     assert [answer.tokens for answer in answers] == expected
     assert all(before[:1] != after[:1] for before, after in zip(free, expected, strict=True))
+    if is_words:
+        model.generation_config.bad_words_ids = [[3, 4]]
+        with pytest.raises(ConfigError, match="words of one token"):
+            BatchGenerator(model, TOKENIZER)
 
 
 def test_answers_follow_the_token_that_is_forced_first():
