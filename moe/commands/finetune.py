@@ -111,17 +111,14 @@ def build_run(
     # The model and its trainable parameters.
     weights = None if recipe.init == "scratch" else pretrained
     built = build_model(recipe, config, world.device_type, weights, shard_host)
-    parameters = "all parameters train"
-    if not is_host:
-        parameters = select_parameters(built.model, recipe.parameters)
-    world.print_on_rank_zero(f"{recipe.init.capitalize()} weights; {parameters}")
+    trained = "all train" if is_host else select_parameters(built.model, recipe.parameters)
+    world.print_on_rank_zero(f"{recipe.init.capitalize()} weights; {trained}")
     tokenizer = remember_sentinels(built.model, tokenizer, recipe.data.sentinels)
 
     dev = None
     if data.build_dev_scorer is not None:
         # Each rank loads a host whole.
-        shared = None if is_host else built.mesh
-        dev = data.build_dev_scorer(world, recipe.mesh.launched, shared)
+        dev = data.build_dev_scorer(world, recipe.mesh.launched, None if is_host else built.mesh)
     earlier_checkpoints = None
     if recipe.optimizer_state == "keep":
         earlier_checkpoints = pretrained.absolute().parent / CHECKPOINTS_FOLDER

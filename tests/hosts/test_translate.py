@@ -19,7 +19,7 @@ from tests.processes import start_torchrun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PAGE = Path("docs/guides/translate.md")
+PAGE = Path(__file__).parents[2] / "docs/guides/translate.md"
 STEPS = ("--training.steps", 60, "--optim.cooldown_steps", 30, "--training.batch_size", 16)
 STEPS += ("--training.evaluate_every", 60, "--training.checkpoint_every", 55, "--optim.lr", 0.02)
 STEPS += ("--model.dropout_rate", 0, "--model.expert_dropout_rate", 0.1)
