@@ -3,7 +3,6 @@
 Its checkpoints have a configuration and names of their own.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import M2M100Config, NllbMoeConfig
 from moe.checkpoint.loading import empty_model
 from moe.checks import check
 from moe.convert.hf_config import read_hf_config
-from moe.convert.weight_map import WeightMapping
+from moe.convert.weight_map import WeightMapping, renamed_weights
 
 _ONLY_VALUES = {
     "batch_prioritized_routing": False,
@@ -30,12 +29,12 @@ _THEIR_NAMES = {
     r"\.final_layer_norm": ".ff_layer_norm",
     r"\.fc([12])\.(weight|bias)$": r".ffn.fc\1.\2",
     r"\.fc1\.sparse\.router\.gate$": ".ffn.router.classifier.weight",
-    r"\.fc1\.sparse\.experts\.up_proj$": ".ffn.experts.expert_{}.fc1.weight",
-    r"\.fc1\.sparse\.experts\.up_proj_bias$": ".ffn.experts.expert_{}.fc1.bias",
-    r"\.fc1\.sparse\.experts\.down_proj$": ".ffn.experts.expert_{}.fc2.weight",
-    r"\.fc1\.sparse\.experts\.down_proj_bias$": ".ffn.experts.expert_{}.fc2.bias",
+    r"\.fc1\.sparse\.experts\.up_proj$": ".ffn.experts.expert_{expert}.fc1.weight",
+    r"\.fc1\.sparse\.experts\.up_proj_bias$": ".ffn.experts.expert_{expert}.fc1.bias",
+    r"\.fc1\.sparse\.experts\.down_proj$": ".ffn.experts.expert_{expert}.fc2.weight",
+    r"\.fc1\.sparse\.experts\.down_proj_bias$": ".ffn.experts.expert_{expert}.fc2.bias",
 }
-"""Patterns in a name of the host, and what NLLB-MoE has instead."""
+"""Patterns in a name of the host, and what NLLB-MoE has instead; see `renamed_weights`."""
 
 
 def from_nllb_moe_config(raw: Mapping[str, Any], names: Sequence[str] = ()) -> dict[str, Any]:
@@ -112,13 +111,7 @@ def nllb_moe_weight_map(config: Any) -> list[WeightMapping]:
     The hub's files hold the model without its head, so that names have no prefix `model.`.
     """
     weight_map: list[WeightMapping] = []
-    for name, weight in empty_model(config).state_dict().items():
-        part = name
-        for pattern, replacement in _THEIR_NAMES.items():
-            part = re.sub(pattern, replacement, part)
-        num_experts = len(weight) if "{}" in part else 0
-        parts = [part.format(number) for number in range(max(1, num_experts))]
-        for prefix in ("", "model."):
-            prefixed = tuple(prefix + part for part in parts)
-            weight_map.append(WeightMapping(name, prefixed, num_experts))
+    for mapping in renamed_weights(empty_model(config).state_dict(), _THEIR_NAMES):
+        prefixed = tuple(f"model.{part}" for part in mapping.parts)
+        weight_map += [mapping, mapping._replace(parts=prefixed)]
     return weight_map

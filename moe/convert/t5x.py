@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from moe.checks import shown
-from moe.convert.hf_weights import up_names, up_proj_name
+from moe.convert.hf_weights import up_names
 from moe.convert.weight_map import (
     ConvertedCheckpoint,
-    Stack,
     WeightMapping,
     convert_weights,
-    position_tables,
-    stacks_of,
+    empty_weights,
+    renamed_weights,
+    sparse_blocks,
 )
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
@@ -337,6 +337,30 @@ def _find_blocks(shapes: Iterable[str], stack: str) -> dict[int, bool]:
 # Names
 
 
+_THEIR_NAMES = {
+    r"^model\.encoder\.embed_tokens\.weight": "token_embedder/embedding",
+    r"^lm_head\.weight": "decoder/logits_dense/kernel",
+    r"^model\.(encoder|decoder)(\.stack)?\.": r"\1/",
+    r"^(\w+)/final_norm\.weight": r"\1/\1_norm/scale",
+    r"blocks\.(\d+)\.": r"layers_\1/",
+    r"position_bias\.table": "relpos_bias/rel_embedding",
+    r"^(encoder.*)self_attention": r"\1attention",
+    r"cross_attention\.": "encoder_decoder_attention.",
+    r"\.q_proj\.weight": "/query/kernel",
+    r"\.k_proj\.weight": "/key/kernel",
+    r"\.v_proj\.weight": "/value/kernel",
+    r"\.o_proj\.weight": "/out/kernel",
+    r"sparse_feed_forward\.router\.gate": "mlp/router/router_weights/w/kernel",
+    r"sparse_feed_forward\.experts\.(gate_)?up_proj": "mlp/expert/{up}/kernel",
+    r"sparse_feed_forward\.experts\.down_proj": "mlp/expert/wo/kernel",
+    r"feed_forward\.up_proj\.weight": "mlp/{up}/kernel",
+    r"feed_forward\.down_proj\.weight": "mlp/wo/kernel",
+    r"(sparse|feed_forward)_norm": "mlp_norm",
+    r"(\w+)_norm\.weight": r"pre_\1_layer_norm/scale",
+}
+"""Patterns in our names, and what T5X has instead; see `renamed_weights`."""
+
+
 def t5x_weight_map(config: STMoEConfig) -> list[WeightMapping]:
     """Returns our weights with their names in a checkpoint of T5X, below its `target`.
 
@@ -344,82 +368,14 @@ def t5x_weight_map(config: STMoEConfig) -> list[WeightMapping]:
         google/flaxformer at 399ea3a8, t5x/architectures/moe; google-research/t5x, unscanned
         checkpoints.
     """
-    weight_map = [WeightMapping("model.encoder.embed_tokens.weight", ("token_embedder/embedding",))]
-    for stack in stacks_of(config):
-        ours = stack.name
-        theirs = stack.other_name
-        for name, number in position_tables(config, stack):
-            layer = f"layers_{number}/" if config.relative_bias_in_every_block else ""
-            table = f"{theirs}/{layer}relpos_bias/rel_embedding"
-            weight_map.append(WeightMapping(name, (table,), transposed=True))
-        for number in range(stack.num_blocks):
-            weight_map += _block(config, stack, number)
-        weight_map.append(_scale(f"{ours}.final_norm.weight", f"{theirs}/{theirs}_norm"))
-
-    if not config.tie_word_embeddings:
-        weight_map.append(_kernels("lm_head.weight", "decoder/logits_dense"))
-    return weight_map
-
-
-def _block(config: STMoEConfig, stack: Stack, number: int) -> list[WeightMapping]:
-    """Returns the weights of a block: attention, then sparse and dense feed-forward layers."""
-    ours = f"{stack.name}.blocks.{number}"
-    layer = f"{stack.other_name}/layers_{number}"
-
-    if stack.decoder:
-        weight_map = _attention(ours, layer, "self", "self_attention", "self_attention")
-        weight_map += _attention(
-            ours, layer, "cross", "encoder_decoder_attention", "cross_attention"
-        )
-    else:
-        weight_map = _attention(ours, layer, "self", "attention", "attention")
-
     # A dense layer after a sparse one is called extra_mlp.
-    module = "mlp"
-    if config.is_sparse_block(number, decoder=stack.decoder):
-        weight_map += _sparse_feed_forward(config, ours, layer)
-        if not config.sparse_dense_stacking:
-            return weight_map
-        module = "extra_mlp"
-    return weight_map + _feed_forward(config, ours, layer, module)
+    patterns: dict[str, str] = {}
+    for block in sparse_blocks(config):
+        patterns[f"^{block}feed_forward"] = f"{block}extra_feed_forward"
+    patterns |= _THEIR_NAMES
 
-
-def _attention(ours: str, layer: str, kind: str, module: str, norm: str) -> list[WeightMapping]:
-    projections = {"q": "query", "k": "key", "v": "value", "o": "out"}
-    weight_map = [_scale(f"{ours}.{kind}_attention_norm.weight", f"{layer}/pre_{norm}_layer_norm")]
-    for letter, projection in projections.items():
-        name = f"{ours}.{kind}_attention.{letter}_proj.weight"
-        weight_map.append(_kernels(name, f"{layer}/{module}/{projection}"))
+    weight_map: list[WeightMapping] = []
+    for mapping in renamed_weights(empty_weights(config), patterns, up_names(config)):
+        transposed = mapping.parts[0].endswith(("/kernel", "/rel_embedding"))
+        weight_map.append(mapping._replace(transposed=transposed))
     return weight_map
-
-
-def _feed_forward(config: STMoEConfig, ours: str, layer: str, module: str) -> list[WeightMapping]:
-    ups = _up_layers(config, f"{layer}/{module}")
-    return [
-        _scale(f"{ours}.feed_forward_norm.weight", f"{layer}/pre_{module}_layer_norm"),
-        _kernels(f"{ours}.feed_forward.up_proj.weight", *ups),
-        _kernels(f"{ours}.feed_forward.down_proj.weight", f"{layer}/{module}/wo"),
-    ]
-
-
-def _sparse_feed_forward(config: STMoEConfig, ours: str, layer: str) -> list[WeightMapping]:
-    sparse = f"{ours}.sparse_feed_forward"
-    ups = _up_layers(config, f"{layer}/mlp/expert")
-    return [
-        _scale(f"{ours}.sparse_norm.weight", f"{layer}/pre_mlp_layer_norm"),
-        _kernels(f"{sparse}.router.gate", f"{layer}/mlp/router/router_weights/w"),
-        _kernels(f"{sparse}.experts.{up_proj_name(config)}", *ups),
-        _kernels(f"{sparse}.experts.down_proj", f"{layer}/mlp/expert/wo"),
-    ]
-
-
-def _up_layers(config: STMoEConfig, module: str) -> list[str]:
-    return [f"{module}/{name}" for name in up_names(config)]
-
-
-def _scale(name: str, norm: str) -> WeightMapping:
-    return WeightMapping(name, (f"{norm}/scale",))
-
-
-def _kernels(name: str, *layers: str) -> WeightMapping:
-    return WeightMapping(name, tuple(f"{layer}/kernel" for layer in layers), transposed=True)

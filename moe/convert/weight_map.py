@@ -1,7 +1,7 @@
 """Maps each of our weights to tensors of another library, and reports on every tensor."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from moe.checkpoint.loading import empty_model
 from moe.checkpoint.sharded_weights import stored_tensors
 from moe.errors import CheckpointError
-from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor, describe_misfits, describe_reshaped, first_names
 from moe.sparse.editing import LayerKey, sparse_layers
 
@@ -61,39 +60,32 @@ class WeightMapping(NamedTuple):
                 yield piece.transpose(-1, -2) if self.transposed else piece
 
 
-class Stack(NamedTuple):
-    """A stack of the model and of the other library's.
+def renamed_weights(
+    weights: Mapping[str, Tensor], patterns: Mapping[str, str], up_names: Sequence[str] = ("",)
+) -> list[WeightMapping]:
+    """Returns weights of ours or of a host with their names in another library.
 
-    Attributes:
-        name: Name here.
-        other_name: Name in the other library.
-        num_blocks: Blocks.
-        decoder: Whether it is the decoder.
+    Args:
+        weights: <any>[...] by our names, without memory.
+        patterns: Regular expressions, and what takes the place of each of their matches in a name,
+            one after the other. `{expert}` there stands for the number of every expert, and `{up}`
+            for each of `up_names`.
+        up_names: Names there of the projections into the hidden units, the gate first.
     """
+    weight_map: list[WeightMapping] = []
+    for name, weight in weights.items():
+        theirs = name
+        for pattern, replacement in patterns.items():
+            theirs = re.sub(pattern, replacement, theirs)
 
-    name: str
-    other_name: str
-    num_blocks: int
-    decoder: bool
-
-
-def stacks_of(config: STMoEConfig) -> tuple[Stack, Stack]:
-    """Returns the encoder and the decoder of a model."""
-    num_encoder_blocks, _ = config.stack_sizes(False)
-    num_decoder_blocks, _ = config.stack_sizes(True)
-    return (
-        Stack("model.encoder.stack", "encoder", num_encoder_blocks, decoder=False),
-        Stack("model.decoder", "decoder", num_decoder_blocks, decoder=True),
-    )
-
-
-def position_tables(config: STMoEConfig, stack: Stack) -> Iterator[tuple[str, int]]:
-    """Yields the name of each table of relative positions, and the first block that uses it."""
-    if not config.relative_bias_in_every_block:
-        yield f"{stack.name}.position_bias.table", 0
-        return
-    for number in range(stack.num_blocks):
-        yield f"{stack.name}.blocks.{number}.position_bias.table", number
+        # Expert by expert, the gate before the rest.
+        num_experts = len(weight) if "{expert}" in theirs else 0
+        num_ups = len(up_names) if "{up}" in theirs else 1
+        parts: list[str] = []
+        for expert in range(max(1, num_experts)):
+            parts += [theirs.format(expert=expert, up=up) for up in up_names[:num_ups]]
+        weight_map.append(WeightMapping(name, tuple(parts), num_experts))
+    return weight_map
 
 
 def sparse_blocks(config: PreTrainedConfig) -> dict[str, LayerKey]:
