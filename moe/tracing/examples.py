@@ -267,18 +267,14 @@ def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
         batch_size: Examples in a batch; where experts have a capacity, routing depends on it.
     """
     # The decoder's inputs follow from the targets.
-    inputs = trace.encoder.ids.numpy()
-    targets = trace.decoder.targets.numpy()
-    starts = trace.encoder.starts.tolist()
-    target_starts = trace.decoder.starts.tolist()
-    domains = trace.domain.tolist()
+    inputs = trace.encoder.ids.split(trace.encoder.starts.diff().tolist())
+    targets = trace.decoder.targets.split(trace.decoder.starts.diff().tolist())
+    sources = zip(trace.document.tolist(), trace.domain.tolist(), strict=True)
 
     rows = []
-    for number, document in enumerate(trace.document.tolist()):
-        source = SourceText("", "", document, trace.facts.domains[domains[number]])
-        of_inputs = inputs[starts[number] : starts[number + 1]]
-        of_targets = targets[target_starts[number] : target_starts[number + 1]]
-        rows.append(_Row(of_inputs, of_targets, source))
+    for of_inputs, of_targets, (document, domain) in zip(inputs, targets, sources, strict=True):
+        source = SourceText("", "", document, trace.facts.domains[domain])
+        rows.append(_Row(of_inputs.numpy(), of_targets.numpy(), source))
     return _batches(rows, batch_size, _PADDING)
 
 
