@@ -64,7 +64,8 @@ def expert_statistics(
     Raises:
         DataError: When no batch holds a token, or one is packed.
     """
-    sums = {key: _no_tokens(layer) for key, layer in sparse_layers(model).items()}
+    layers = sparse_layers(model)
+    sums = {key: _no_tokens(layer) for key, layer in layers.items()}
 
     def add(key: LayerKey, layer: Any, args: Any, output: Any) -> None:
         x = args[0]  # [B, L, D]
@@ -73,7 +74,6 @@ def expert_statistics(
         of_batch = layer_statistics(layer, to_groups(x, sequences), router_output)
         sums[key] = ExpertStatistics(*map(torch.add, sums[key], of_batch))
 
-    layers = sparse_layers(model)
     edits = {key: partial(_dropless, unwrapped(layer.router)) for key, layer in layers.items()}
     with ExitStack() as stack, torch.no_grad():
         for key, layer in layers.items():

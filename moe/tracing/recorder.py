@@ -130,9 +130,7 @@ def unpacked(batch: Batch) -> Batch:
         )
 
     # Segment 1 is the example, 0 is padding; a mask marks the same.
-    plain = dict(batch)
-    for name in names:
-        plain.pop(name, None)
+    plain = {name: values for name, values in batch.items() if name not in names}
     if "segment_ids" in batch:
         plain["attention_mask"] = (batch["segment_ids"] != 0).long()
     return plain
