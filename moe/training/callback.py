@@ -85,14 +85,7 @@ class RouterStatsCallback(TrainerCallback):
 
         self._dead_experts = DeadExperts(sparse_layers(model))
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
         """Lets the routers learn from the load of the update, once for each update."""
         for layer, stats in zip(model.sparse_layers(), self._since_update, strict=True):
             if learns_from_load(layer):
@@ -132,9 +125,8 @@ class RouterStatsCallback(TrainerCallback):
 
         layers = RouterStats.unflatten(sums[len(losses) :])
         num_encoder_layers = model.config.num_sparse_encoder_layers
-        encoder = layers[:num_encoder_layers]
-        decoder = layers[num_encoder_layers:]
-        for stack, stack_layers in (("encoder", encoder), ("decoder", decoder)):
+        stacks = {"encoder": layers[:num_encoder_layers], "decoder": layers[num_encoder_layers:]}
+        for stack, stack_layers in stacks.items():
             if stack_layers:
                 values.update(router_values(stack, RouterStats.sum(stack_layers)))
         if is_rank_zero():
@@ -144,9 +136,7 @@ class RouterStatsCallback(TrainerCallback):
         state.log_history[-1].update(values)
         self._reset_sums()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Restores the model."""
         self._stop_watching()
 
