@@ -63,9 +63,7 @@ def quantize_weights(
     """Returns the weights quantized, each of which is computed when it is read."""
     config = checkpoint.config
     has_experts = any(_EXPERTS.search(name) for name in checkpoint.weights)
-    is_readable = hasattr(
-        config, "expert_quantization"
-    )  # by its class; those of dense hosts read floats
+    is_readable = hasattr(config, "expert_quantization")  # dense hosts read floats
     if not has_experts and not (whole and is_readable):
         raise ConfigError(
             "The model has no experts to quantize. Make it sparse first (stmoe upcycle), or, if it is one of ours, "

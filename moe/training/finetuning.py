@@ -155,13 +155,9 @@ def _host_config(model_class: Any, folder: Path, recipe: FinetuneRecipe) -> Any:
     given = {f"model.{name}": (settings.pop(name, value), value) for name, value in ours.items()}
     for name in ("init", "parameters", "optimizer_state", "data.pack", "data.sentinels"):
         given[name] = (attrgetter(name)(recipe), attrgetter(name)(FinetuneRecipe()))
+    reason = f"since {folder} holds a {model_class.__name__}"
     for name, (value, default) in given.items():
-        check(
-            value == default,
-            name,
-            value,
-            f"{default}, since {folder} holds a {model_class.__name__}",
-        )
+        check(value == default, name, value, f"{default}, {reason}")
 
     _set_dropout(config, settings.pop("dropout_rate"))
     sparse = getattr(config, "sparse_layers", None)
