@@ -5,7 +5,6 @@
     python -m scripts.benchmark model [--json model.json] [--experts 8]
     python -m scripts.benchmark adapters [--json adapters.json] [--threads 1]
     python -m scripts.benchmark nllb_moe [--json nllb_moe.json]
-    python -m scripts.benchmark conversion [--json conversion.json]
     python -m scripts.benchmark serve [--json serve.json] [--batches 1 8 32]
     python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
 
@@ -29,7 +28,6 @@ from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer.layer import VARIANTS, LayerBenchmark, run_layer
 from benchmarks.layer.variants import ON_REQUEST
 from benchmarks.models.adapters import run_adapters
-from benchmarks.models.conversion import run_conversion
 from benchmarks.models.gpu import GpuBenchmark, run_gpu
 from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, run_model
 from benchmarks.models.nllb_moe import run_nllb_moe
@@ -187,11 +185,6 @@ BENCHMARKS = {
         "NLLB-MoE beside transformers 4.57.6, which it installs, on one thread of a CPU",
         "json rounds",
         lambda options: run_nllb_moe(**options),
-    ),
-    "conversion": Benchmark(
-        "memory of converting and quantizing a checkpoint of NLLB-MoE's layout; 10 GB of disk",
-        "json",
-        lambda options: run_conversion(**options),
     ),
     "serve": Benchmark(
         "continuous and static batches beside Switch, T5 and CTranslate2, on a CPU",
