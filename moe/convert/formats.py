@@ -5,10 +5,10 @@ Sources are transformers' T5 and Switch, T5X, ours and hosts; formats are ours, 
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -379,7 +379,8 @@ def _write_hf_config(config: STMoEConfig, family: Family, folder: Path) -> None:
 def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, LazyTensor]:
     """Returns the tensors <any>[...] of a T5 or Switch by name."""
     config = checkpoint.config
-    weights = split_weights(checkpoint.weights, hf_weight_map(config, family))
+    splits = {mapping.name: mapping.split for mapping in hf_weight_map(config, family)}
+    weights = split_weights(checkpoint.weights, splits)
 
     # A Switch with its own head has a table for each stack.
     if family == "switch_transformers" and not config.tie_word_embeddings:
@@ -388,60 +389,49 @@ def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, La
     return weights
 
 
-class _Splits(Protocol):
-    """A weight of ours, by name, that is stored in parts; e.g. a WeightMapping."""
-
-    @property
-    def name(self) -> str:
-        """Our name."""
-        ...
-
-    def split(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns the parts <any>[...] of the weight <any>[...] by name."""
-        ...
-
-
-class _WeightSplitter:
-    """Splits our weights into parts, and keeps only the parts of the last weight, since they are read in order."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, Tensor] = {}
-        self._parts_of_experts: dict[str, Tensor] = {}
-
-    def read(self, mapping: _Splits, weight: LazyTensor, name: str) -> Tensor:
-        """Returns the part <any>[...] called `name` of our weight."""
-        if name not in self._parts:
-            # Free the last weight before reading the next.
-            self._parts = {}
-            self._parts = mapping.split(weight.read())
-        return self._parts[name]
-
-    def read_each(self, mapping: _Splits, weight: LazyTensor, name: str) -> Iterator[Tensor]:
-        """Yields an expert's part <any>[...] called `name`, one after the other; keeps the other parts for later."""
-        if name in self._parts_of_experts:
-            yield from self._parts_of_experts[name]
-            return
-        self._parts_of_experts = kept = {}
-        for number, expert in enumerate(weight):
-            for part_name, part in mapping.split(expert).items():
-                if part_name == name:
-                    yield part
-                    continue
-                if part_name not in kept:
-                    kept[part_name] = part.new_empty((weight.shape[0], *part.shape))
-                kept[part_name][number] = part
+Split = Callable[[Tensor], dict[str, Tensor]]
+"""Returns the parts <any>[...], by name, in which a weight <any>[...] or that of an expert is stored."""
 
 
 def split_weights(
-    weights: Mapping[str, LazyTensor], weight_map: Iterable[_Splits]
+    weights: Mapping[str, LazyTensor], splits: Mapping[str, Split]
 ) -> dict[str, LazyTensor]:
-    """Returns the parts <any>[...] of our weights by name, in the order of the map."""
-    splitter = _WeightSplitter()
+    """Returns the parts <any>[...] of our weights by name, which are read once, and in this order.
+
+    Args:
+        weights: <any>[...] by name.
+        splits: The parts of each, in the order of the result.
+    """
     parts: dict[str, LazyTensor] = {}
-    for mapping in weight_map:
-        weight = weights[mapping.name]
-        for name, part in mapping.split(weight.empty()).items():
-            read = partial(splitter.read, mapping, weight, name)
-            read_each = partial(splitter.read_each, mapping, weight, name)
+    for weight_name, split in splits.items():
+        weight = weights[weight_name]
+        unread: dict[str, Tensor] = {}
+        for name, part in split(weight.empty()).items():
+            read = partial(_read_part, weight, split, unread, name)
+            read_each = partial(_read_each_part, weight, split, unread, name)
             parts[name] = LazyTensor(part.shape, part.dtype, read, read_each=read_each)
     return parts
+
+
+def _read_part(weight: LazyTensor, split: Split, unread: dict[str, Tensor], name: str) -> Tensor:
+    """Returns the part <any>[...] called `name` of our weight; keeps the others until they are read, too."""
+    if name not in unread:
+        unread.update(split(weight.read()))
+    return unread.pop(name)
+
+
+def _read_each_part(
+    weight: LazyTensor, split: Split, unread: dict[str, Tensor], name: str
+) -> Iterator[Tensor]:
+    """Yields an expert's part <any>[...] called `name`, one after the other; see `_read_part`."""
+    if name in unread:
+        yield from unread.pop(name)
+        return
+    for number, expert in enumerate(weight):
+        for part_name, part in split(expert).items():
+            if part_name == name:
+                yield part
+                continue
+            if part_name not in unread:
+                unread[part_name] = part.new_empty((weight.shape[0], *part.shape))
+            unread[part_name][number] = part

@@ -8,12 +8,12 @@ moe.models.weight_files describes the stored form.
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from moe.convert.formats import rewrite_checkpoint, split_weights
+from moe.convert.formats import Split, rewrite_checkpoint, split_weights
 from moe.convert.weight_map import ConvertedCheckpoint
 from moe.errors import ConfigError
 from moe.kernels.quantized_weight import Quantization, quantize
@@ -75,25 +75,14 @@ def quantize_weights(
         }
         config = config.replaced(expert_quantization=fields)
     chosen = _MATRICES if whole else _EXPERTS
-    parts = []
+    splits: dict[str, Split] = {}
     for name in checkpoint.weights:
-        parts.append(_QuantizedParts(name, quantization if chosen.search(name) else None))
-    return checkpoint._replace(config=config, weights=split_weights(checkpoint.weights, parts))
+        splits[name] = partial(_stored, name, quantization if chosen.search(name) else None)
+    return checkpoint._replace(config=config, weights=split_weights(checkpoint.weights, splits))
 
 
-class _QuantizedParts(NamedTuple):
-    """A weight and the tensors that are stored for it.
-
-    Attributes:
-        name: Its name.
-        quantization: How it is quantized; None for floats.
-    """
-
-    name: str
-    quantization: Quantization | None
-
-    def split(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors <any>[...] that are stored for the weight <any>[...] or an expert's, by name."""
-        if self.quantization is not None:
-            tensor = quantize(tensor, self.quantization)
-        return stored_parts(self.name, tensor)
+def _stored(name: str, quantization: Quantization | None, weight: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors <any>[...] that are stored for a weight <any>[...] or an expert's, by name."""
+    if quantization is not None:
+        weight = quantize(weight, quantization)
+    return stored_parts(name, weight)
