@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -249,31 +248,22 @@ def _join_parts(
 
     shape = tuple(expected.shape)
     dtype = parts[0].dtype
-    read = partial(_read_and_join, mapping, parts, shape, dtype)
-    return LazyTensor(
-        shape, dtype, read, read_each=partial(_join_each, mapping, parts, shape, dtype)
-    )
 
+    def read() -> Tensor:
+        return mapping.join((part.read() for part in parts), shape, dtype)
 
-def _read_and_join(
-    mapping: WeightMapping, parts: list[LazyTensor], shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Returns our weight <dtype>[...], reading its parts one at a time."""
-    return mapping.join((part.read() for part in parts), shape, dtype)
+    # The parts of an expert are whole tensors, or each is one of a stack.
+    def read_each() -> Iterator[Tensor]:
+        parts_per_expert = len(parts) // max(mapping.num_experts, 1)
+        of_expert = mapping._replace(parts=mapping.parts[:parts_per_expert], num_experts=0)
+        stacks = [] if mapping.num_experts else [iter(part) for part in parts]
+        for number in range(shape[0]):
+            start = number * parts_per_expert
+            single = parts[start : start + parts_per_expert]
+            pieces = [next(stack) for stack in stacks] or [part.read() for part in single]
+            yield of_expert.join(pieces, shape[1:], dtype)
 
-
-def _join_each(
-    mapping: WeightMapping, parts: list[LazyTensor], shape: tuple[int, ...], dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """Yields each expert <dtype>[...] of our stacked weight, whose parts are single or stacked, too."""
-    parts_per_expert = len(parts) // max(mapping.num_experts, 1)
-    of_expert = mapping._replace(parts=mapping.parts[:parts_per_expert], num_experts=0)
-    stacks = [] if mapping.num_experts else [iter(part) for part in parts]
-    for number in range(shape[0]):
-        start = number * parts_per_expert
-        single = parts[start : start + parts_per_expert]
-        pieces = [next(stack) for stack in stacks] or [part.read() for part in single]
-        yield of_expert.join(pieces, shape[1:], dtype)
+    return LazyTensor(shape, dtype, read, read_each=read_each)
 
 
 def are_equal(a: LazyTensor, b: LazyTensor) -> bool:
