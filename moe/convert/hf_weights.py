@@ -6,7 +6,7 @@ One table of names serves loading and writing. The last lines register all famil
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe.convert.hf_config import (
     FAMILIES,
@@ -115,11 +115,9 @@ def open_hf_checkpoint(
 
     # transformers 5 writes every T5 as tied, and its head only when that is another tensor.
     written_tied = is_written_tied(raw_config, family)
-    embeddings = _resolve_embeddings(
+    stored, embedding, ignored = _resolve_embeddings(
         stored, config, source=str(source), head_is_embedding=written_tied
     )
-
-    ignored = dict(embeddings.ignored)
     for name in raw_config:
         if name in IGNORED_FIELDS:
             ignored[f"{name} of config.json"] = IGNORED_FIELDS[name]
@@ -130,26 +128,16 @@ def open_hf_checkpoint(
     weight_map = []
     for mapping in hf_weight_map(config, family):
         if mapping.parts == (_SHARED,):
-            mapping = mapping._replace(parts=(embeddings.name,))
+            mapping = mapping._replace(parts=(embedding,))
         weight_map.append(mapping)
     return convert_weights(
-        str(source), config, weight_map, embeddings.stored, ignored=ignored, leave_out=leave_out
+        str(source), config, weight_map, stored, ignored=ignored, leave_out=leave_out
     )
 
 
-def open_hf_weights(
-    source: Path | str,
-    raw_config: Mapping[str, Any],
-    config: STMoEConfig,
-    *,
-    leave_out: Iterable[str] = (),
-    use_safetensors: bool | None = None,
-    **download: Any,
-) -> dict[str, LazyTensor]:
+def open_hf_weights(*args: Any, **options: Any) -> dict[str, LazyTensor]:
     """Returns our weights <any>[...] by name, converted from a T5 or Switch; see `open_hf_checkpoint`."""
-    checkpoint = open_hf_checkpoint(
-        source, raw_config, config, leave_out=leave_out, use_safetensors=use_safetensors, **download
-    )
+    checkpoint = open_hf_checkpoint(*args, **options)
     checkpoint.report.refuse_unexplained()
     return checkpoint.weights
 
@@ -158,23 +146,9 @@ def open_hf_weights(
 # Embeddings: one table here, up to four copies there
 
 
-class _Embeddings(NamedTuple):
-    """The tensors of a checkpoint, and which of them is the embedding.
-
-    Attributes:
-        stored: Tensors <any>[...] by name; tables that differ from the embedding are renamed.
-        name: Name of the embedding.
-        ignored: Names that are not needed, with the reason.
-    """
-
-    stored: dict[str, LazyTensor]
-    name: str
-    ignored: dict[str, str]
-
-
 def _resolve_embeddings(
     stored: Mapping[str, LazyTensor], config: STMoEConfig, *, source: str, head_is_embedding: bool
-) -> _Embeddings:
+) -> tuple[dict[str, LazyTensor], str, dict[str, str]]:
     """Returns the tensors of a T5 or Switch with one embedding among them.
 
     A stack computes with its own table if one is stored, and with the shared one otherwise.
@@ -184,6 +158,10 @@ def _resolve_embeddings(
         config: Config of our model.
         source: The folder or hub name, for messages.
         head_is_embedding: Whether a missing head is the embedding, although its input is not scaled.
+
+    Returns:
+        The tensors by name, of which tables that differ from the embedding are renamed; the name of
+        the embedding; and names that are not needed, with the reasons.
 
     Raises:
         CheckpointError: When the stacks, or a stack and a tied head, compute with different tables.
@@ -198,7 +176,7 @@ def _resolve_embeddings(
         ignored[_UNUSED] = "is not used: T5 1.0 stored it, cross-attention has no positions"
     tables = [name for name in (_SHARED, _ENCODER_TABLE, _DECODER_TABLE) if name in stored]
     if not tables:
-        return _Embeddings(stored, _SHARED, ignored)
+        return stored, _SHARED, ignored
 
     # The table of each part of the original.
     shared = tables[0]
@@ -224,7 +202,7 @@ def _resolve_embeddings(
             ignored[name] = "is not used: both stacks compute with tables of their own"
         else:
             stored[f"{name} (other numbers than {embedding})"] = stored.pop(name)
-    return _Embeddings(stored, embedding, ignored)
+    return stored, embedding, ignored
 
 
 def _two_tables(source: str, first: str, first_table: str, second: str, second_table: str) -> str:
