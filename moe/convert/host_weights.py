@@ -62,16 +62,13 @@ def open_host(
         renamed = names_in_model(model, stored)
         stored = {renamed[name]: weight for name, weight in stored.items()}
 
-    # One mapping for each weight, of whose names any may be stored.
+    # One mapping for each weight, of whose names any may be stored: the first that is.
     chosen: dict[str, WeightMapping] = {}
     ignored: dict[str, str] = {}
-    for mapping in weight_map:
+    for mapping in sorted(weight_map, key=lambda mapping: mapping.parts[0] not in stored):
         name, part = names[mapping.name], mapping.parts[0]
         first = chosen.setdefault(name, mapping._replace(name=name)).parts[0]
-        if first not in stored:
-            if part in stored:
-                chosen[name] = mapping._replace(name=name)
-        elif part != first and part in stored and are_equal(stored[part], stored[first]):
+        if part != first and part in stored and are_equal(stored[part], stored[first]):
             ignored[part] = f"is a copy of {first}"
 
     # What the host's class computes itself, or has no use for.
