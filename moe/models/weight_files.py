@@ -231,28 +231,26 @@ def _join_parts(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
             raise CheckpointError(
                 f"The weights hold {codes_name} but no {name}_scale. {COPY_AGAIN}"
             )
-        codes_per_byte = 1 if zero is None else 2
-        shape = (*codes.shape[:-1], codes_per_byte * codes.shape[-1])
-        parts = [part for part in (codes, scale, zero) if part is not None]
-        read_quantized = partial(_read_parts, parts)
-        read = partial(_read_dequantized, read_quantized)
-        read_each = partial(_dequantize_each, parts)
-        weights[name] = LazyTensor(shape, scale.dtype, read, read_quantized, read_each)
+        parts = [codes, scale] if zero is None else [codes, scale, zero]
+        weights[name] = _quantized_tensor(parts)
     return weights
 
 
-def _read_parts(parts: Iterable[LazyTensor]) -> QuantizedWeight:
-    """Returns the weight of its parts, which may be pages of the file."""
-    return QuantizedWeight(*(part.read() for part in parts))
+def _quantized_tensor(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """Returns a weight that is stored as the parts of a QuantizedWeight, which may be pages of the file."""
 
+    def read_quantized() -> QuantizedWeight:
+        return QuantizedWeight(*(part.read() for part in parts))
 
-def _read_dequantized(read: Callable[[], QuantizedWeight]) -> Tensor:
-    return read().dequantize()
+    def read() -> Tensor:
+        return read_quantized().dequantize()
 
+    def read_each() -> Iterator[Tensor]:
+        for parts_of_expert in zip(*parts, strict=True):
+            yield QuantizedWeight(*parts_of_expert).dequantize()
 
-def _dequantize_each(parts: Iterable[LazyTensor]) -> Iterator[Tensor]:
-    for parts_of_expert in zip(*parts, strict=True):
-        yield QuantizedWeight(*parts_of_expert).dequantize()
+    empty = QuantizedWeight(*(part.empty() for part in parts))
+    return LazyTensor(empty.shape, empty.dtype, read, read_quantized, read_each)
 
 
 def keep_quantized_experts(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
