@@ -48,6 +48,8 @@ _THEIR_NAMES = {
     r"sparse_feed_forward\.router\.gate": "mlp.router.classifier.weight",
     r"sparse_feed_forward\.experts\.(gate_)?up_proj": "mlp.experts.expert_{expert}.{up}.weight",
     r"sparse_feed_forward\.experts\.down_proj": "mlp.experts.expert_{expert}.wo.weight",
+    # Settings may add weights, which start as new ones.
+    r".*sparse_feed_forward.*": "",
     r"feed_forward\.up_proj": "DenseReluDense.{up}",
     r"feed_forward\.down_proj": "DenseReluDense.wo",
 }

@@ -353,6 +353,8 @@ _THEIR_NAMES = {
     r"sparse_feed_forward\.router\.gate": "mlp/router/router_weights/w/kernel",
     r"sparse_feed_forward\.experts\.(gate_)?up_proj": "mlp/expert/{up}/kernel",
     r"sparse_feed_forward\.experts\.down_proj": "mlp/expert/wo/kernel",
+    # Settings may add weights, which start as new ones.
+    r".*sparse_feed_forward.*": "",
     r"feed_forward\.up_proj\.weight": "mlp/{up}/kernel",
     r"feed_forward\.down_proj\.weight": "mlp/wo/kernel",
     r"(sparse|feed_forward)_norm": "mlp_norm",

@@ -68,7 +68,7 @@ def renamed_weights(
         weights: <any>[...] by our names, without memory.
         patterns: Regular expressions, and what takes the place of each of their matches in a name,
             one after the other. `{expert}` there stands for the number of every expert, and `{up}`
-            for each of `up_names`.
+            for each of `up_names`. A weight whose name becomes empty is left out.
         up_names: Names there of the projections into the hidden units, the gate first.
     """
     weight_map: list[WeightMapping] = []
@@ -76,6 +76,8 @@ def renamed_weights(
         theirs = name
         for pattern, replacement in patterns.items():
             theirs = re.sub(pattern, replacement, theirs)
+        if not theirs:
+            continue
 
         # Expert by expert, the gate before the rest.
         num_experts = len(weight) if "{expert}" in theirs else 0
