@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from moe import CheckpointError, ConfigError, DataError
-from moe.data.pair_files import read_pairs
+from moe.data.pair_files import Pair, read_pairs
 from moe.parsing import (
     parse_json,
     read_json,
@@ -142,7 +142,7 @@ def test_data_that_the_user_names_may_come_from_a_pipe(tmp_path):
     text = '{"inputs": "two", "targets": "three"}\n'
     writer = threading.Thread(target=path.write_text, args=(text,))
     writer.start()
-    assert read_pairs(path) == [("two", "three", None)]
+    assert read_pairs(path) == [Pair("two", "three")]
     writer.join()
 
 

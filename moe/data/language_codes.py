@@ -52,7 +52,12 @@ def by_languages(
     for number, pair in enumerate(languages):
         numbers_of.setdefault(pair, []).append(number)
     for pair, numbers in numbers_of.items():
-        yield with_languages(tokenizer, *pair), numbers
+        yield for_pair(tokenizer, pair), numbers
+
+
+def for_pair(tokenizer: Any, languages: tuple[Any, ...]) -> Any:
+    """Returns a tokenizer with the languages of a pair; one without languages reads all of them alike."""
+    return with_languages(tokenizer, *languages) if _language_codes(tokenizer) else tokenizer
 
 
 def _language_codes(tokenizer: Any) -> list[str]:

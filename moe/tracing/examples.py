@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer
-from moe.data.language_codes import with_languages
+from moe.data.language_codes import for_pair
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
 from moe.data.tokenizer import SpecialIds, input_frame, pad_and_eos, target_frame, text_ids
@@ -227,7 +227,7 @@ def paired_batches(
     rows = []
     for (inputs, targets), source in zip(encoded, chosen, strict=True):
         rows.append(_Row(np.asarray(inputs), np.asarray(targets), source))
-    given, _ = target_frame(with_languages(tokenizer, *chosen[0].languages))
+    given, _ = target_frame(for_pair(tokenizer, chosen[0].languages))
     batches = _batches(rows, batch_size, pad_and_eos(tokenizer)[0])
     return (batch._replace(num_given=len(given)) for batch in batches)
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from transformers import MarianTokenizer, MBart50Tokenizer, MBartTokenizer, NllbTokenizer
 
@@ -61,6 +62,12 @@ def test_only_a_tokenizer_with_codes_takes_a_language():
     assert [numbers for _, numbers in by_languages(gemma_tokenizer(), [()] * 3)] == [[0, 1, 2]]
     with pytest.raises(ConfigError, match="the tokenizer has no languages"):
         with_languages(gemma_tokenizer(), None, "fr")
+
+    # Columns of a table are no request.
+    plain, named = encode_pairs(
+        [("a", "b"), ("a", "b", "en", "fr")], gemma_tokenizer(), (9, 9), "none"
+    )
+    assert all(map(np.array_equal, plain, named))
 
 
 @pytest.mark.filterwarnings("ignore:Recommended")

@@ -93,6 +93,14 @@ def test_greedy_decoding_through_a_cache_equals_transformers_step_by_step(folder
         assert_equal_to_rounding(ours, theirs)
 
 
+@needs_a_right_switch
+@torch.no_grad()
+def test_a_switch_loads_with_new_weights_that_its_checkpoint_does_not_have(folders):
+    model = load(folders("Switch"), expert_bias="multiplicative")
+    expected = load(folders("Switch"))(**their_inputs()).logits
+    torch.testing.assert_close(model(**their_inputs()).logits, expected)
+
+
 # ---- files ----
 
 
