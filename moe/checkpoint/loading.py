@@ -39,7 +39,7 @@ from moe.models.weight_files import (
     keep_quantized_experts,
     open_weights,
 )
-from moe.sparse.adapters import unwrapped
+from moe.sparse.experts import Experts
 
 
 def _no_tensor(name: str) -> bool:
@@ -256,8 +256,9 @@ def _load_mapped(model_class: Any, folder: Path | str, **fields: Any) -> Any:
     for name, weight in weights.items():
         if weight.dtype == torch.float16 and name.endswith(".feed_forward.down_proj.weight"):
             weights[name] = weight.float()
-    for layer in model.sparse_layers():
-        unwrapped(layer.experts).widens_float16 = True
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.widens_float16 = True
     model.load_state_dict(weights, assign=True, strict=False)
     model.tie_weights()
     return _without_copies(_finished(model, folder))

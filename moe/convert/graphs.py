@@ -87,10 +87,13 @@ class ExportedLayer(nn.Module):
         """Returns the output <float>[B, L, D] of tokens <float>[B, L, D]; see the layer."""
         inputs = group_inputs(x, token_mask, token_ids, word_embeddings, 1)
         scores = self.layer.router(inputs)
+        shared = self.layer.run_shared(x.flatten(0, 1), real_tokens(inputs))
+        y = torch.zeros_like(x) if shared is None else shared.view_as(x)
         experts = unwrapped(self.layer.experts)
         weights = experts.product_weights()
         if self.is_node:
-            return self._node(x, scores.logits, weights.first, weights.down), None
+            node = self._node(x, scores.logits, weights.first, weights.down)
+            return node if shared is None else y + node, None
 
         # Weight of each expert for each token, 0 where it was not chosen.  [B, L, E]
         plan = self.layer.router.assign(scores, real_tokens(inputs), drop_tokens=False)
@@ -98,7 +101,6 @@ class ExportedLayer(nn.Module):
         choices = F.one_hot(plan.expert_index, config.num_experts)  # [B, L, K, E]
         combine = (choices * plan.combine_weight[..., None]).sum(dim=2).to(x.dtype)
 
-        y = torch.zeros_like(x)
         for index in range(config.num_experts):
             expert: list[Any] = [None if stack is None else stack[index] for stack in weights[:5]]
             first, down, bias, first_bias, down_bias = expert

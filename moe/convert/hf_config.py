@@ -381,6 +381,7 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
         "feed_forward_proj": "relu",
         "relative_bias_in_every_block": False,
         "num_selected_experts": 1,
+        "num_shared_experts": 0,
         "router_input": "hidden",
         "sparse_dense_stacking": False,
         "expert_bias": "none",

@@ -304,10 +304,12 @@ def _table_rows(
     if isinstance(drop_rate, dict):
         drops = ", ".join(f"{100 * share:.2f} % in the {name}" for name, share in drop_rate.items())
     num_selected = config.num_selected_experts
+    num_shared = config.num_shared_experts
+    shared = f", and {num_shared} shared" if num_shared else ""
     return [
         *rows,
         ("sparse layers", ", ".join(layers)),
-        ("experts", f"{experts_range(config)} in each, at most {num_selected} for a token"),
+        ("experts", f"{experts_range(config)} in each, at most {num_selected} for a token{shared}"),
         ("router", f"{', '.join(routers)}; computed in float32"),
         ("capacity", f"{describe_capacity(config)}; `generate` drops nothing it decodes"),
         ("tokens dropped in evaluation", drops),

@@ -169,6 +169,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     # Fields of SparseConfig under the same names and with the same defaults.
     num_selected_experts: int = SparseConfig.num_selected_experts
+    num_shared_experts: int = SparseConfig.num_shared_experts
     router_input: RouterInput = SparseConfig.router_input
     convention: Convention = SparseConfig.convention
     capacity_factor: float | int | None = SparseConfig.capacity_factor
@@ -500,7 +501,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         return self._count_parameters(active=False)
 
     def num_active_parameters(self) -> int:
-        """Returns the parameters that one token uses: all dense ones, and K of every E experts.
+        """Returns the parameters that one token uses: all dense and shared ones, and K of every E experts.
 
         If experts choose their tokens, a token has on average as many experts as the capacity
         factor, not K.
@@ -542,6 +543,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         total += num_dense * feed_forward
         for layer in self.sparse_configs(decoder=decoder):
             num_experts = layer.num_selected_experts if active else layer.num_experts
+            num_experts += layer.num_shared_experts
             expert_bias = layer.d_ff if self.expert_bias != "none" else 0
             total += num_experts * (num_matrices * D * layer.d_ff + expert_bias)
             total += load_routers().get(layer.router).num_parameters(layer)

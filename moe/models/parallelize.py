@@ -61,6 +61,10 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
         Rule("experts in", r".*\.experts\.(gate_)?up_proj", tp_dim=-2, expert=True, packed=gated),
         Rule("experts out", r".*\.experts\.down_proj", tp_dim=-1, expert=True),
         Rule("expert bias", r".*\.experts\.bias", tp_dim=-1, expert=True),
+        # Shared experts: hidden units over tp, like dense layers.
+        Rule("experts in", r".*\.shared_experts\.(gate_)?up_proj", tp_dim=-2, packed=gated),
+        Rule("experts out", r".*\.shared_experts\.down_proj", tp_dim=-1),
+        Rule("expert bias", r".*\.shared_experts\.bias", tp_dim=-1),
         # Dense layers: hidden units over tp.
         Rule("feed-forward in", r".*\.feed_forward\.up_proj\.weight", tp_dim=-2, packed=gated),
         Rule("feed-forward out", r".*\.feed_forward\.down_proj\.weight", tp_dim=-1),
@@ -243,7 +247,7 @@ def draw_weights(
         # A head that is the embedding has no separate layout.
         if not leaf_layouts:
             continue
-        if isinstance(leaf, Experts):
+        if isinstance(leaf, Experts) and leaf_layouts["down_proj"].expert:
             _draw_experts(leaf, shards, leaf_layouts, f"{seed}/{path}", mesh, coordinate)
             continue
         for name, weight in _draw(leaf, leaf_layouts, f"{seed}/{path}").items():

@@ -481,9 +481,10 @@ def freeze_quantized_experts(model: nn.Module, source: Any) -> None:
     """
     for module_name, module in model.named_modules():
         if isinstance(module, Experts):
+            is_stored = source is not None and module.config.expert_quantization is not None
             for name in PROJECTIONS & module._parameters.keys():
                 weight = module.get_parameter(name)
-                if source is not None and not isinstance(weight, QuantizedWeight):
+                if is_stored and not isinstance(weight, QuantizedWeight):
                     raise CheckpointError(f"{source} has no {module_name}.{name}_q. {COPY_AGAIN}")
                 if is_quantized(weight):
                     weight.requires_grad_(False)

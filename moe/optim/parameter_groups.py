@@ -37,7 +37,8 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     stacked: dict[str, Any] = {"params": [], "batch_dims": 1, "kinds": []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = stacked if name.endswith(EXPERT_STACKS) else dense
+            is_stack = name.endswith(EXPERT_STACKS) and "shared_experts." not in name
+            group = stacked if is_stack else dense
             matrix_dims = parameter.ndim - group["batch_dims"]
             group["params"].append(parameter)
             group["kinds"].append(parameter_kind(name, matrix_dims))

@@ -189,16 +189,21 @@ def position_bias_elements(num_heads: int, stack: StackPass) -> int:
 @layer_cost.register
 def feed_forward_cost(layer: FeedForward, stack: StackPass) -> LayerCost:
     """Returns the cost of a dense feed-forward layer."""
+    F = layer.down_proj.in_features // stack.tp
+    return _dense_cost(stack, F, gated=layer.gated, dropout_rate=layer.dropout_rate)
+
+
+def _dense_cost(stack: StackPass, F: int, *, gated: bool, dropout_rate: float) -> LayerCost:
+    """Returns the cost of F hidden units that every token uses."""
     tokens = stack.num_tokens
     D = stack.d_model
-    F = layer.down_proj.in_features // stack.tp
-    num_products = 3 if layer.gated else 2
+    num_products = 3 if gated else 2
     flops = 2 * num_products * tokens * D * F
 
     # Gated: gate, up, GELU of the gate, and their product; else ReLU's result.
-    num_hidden = 4 if layer.gated else 1
+    num_hidden = 4 if gated else 1
     saved_bytes = tokens * (D + num_hidden * F) * stack.product_bytes
-    saved_bytes += dropout_mask_bytes(tokens * F, layer.dropout_rate)
+    saved_bytes += dropout_mask_bytes(tokens * F, dropout_rate)
     return LayerCost(flops, saved_bytes)
 
 
@@ -228,7 +233,12 @@ def sparse_cost(layer: SparseFeedForward, stack: StackPass) -> LayerCost:
         saved_bytes += choices * _INT64_BYTES
 
     saved_bytes += _expert_elements(layer, stack) * stack.product_bytes
-    saved_bytes += dropout_mask_bytes(rows * F, config.expert_dropout_rate)
+    rate = config.expert_dropout_rate
+    saved_bytes += dropout_mask_bytes(rows * F, rate)
+    if config.num_shared_experts:
+        width = config.num_shared_experts * F
+        shared = _dense_cost(stack, width, gated=config.gated, dropout_rate=rate)
+        return LayerCost(flops + shared.flops, saved_bytes + shared.saved_bytes)
     return LayerCost(flops, saved_bytes)
 
 

@@ -158,6 +158,7 @@ def _router_settings(config: STMoEConfig, *, decoder: bool) -> dict[str, Any]:
             ("all", "none", "threshold"),
         ),
         "router_input": (layer.router_input, ("hidden",)),
+        "num_shared_experts": (layer.num_shared_experts, (0,)),
         "expert_bias": (layer.expert_bias, ("none",)),
         "expert_quantization": (layer.expert_quantization, (None, {"bits": 8})),
     }

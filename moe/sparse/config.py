@@ -5,7 +5,7 @@ router's requirements are in router_options.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from moe.checks import check, check_field_types, check_integer, check_number, is_kind, shown
@@ -147,6 +147,8 @@ class SparseConfig:
         num_experts: Experts in the layer, E.
         num_selected_experts: Experts that a token may use, K; routers that choose one expert
             require 1.
+        num_shared_experts: Experts beside those, which every real token uses with a weight of 1. They are
+            not routed, and stay floats where the others are quantized.
         router: Name in ROUTERS of the rule that assigns tokens to experts.
         router_options: Settings of that router alone, by name; see the `Options` of its file in
             moe/sparse/routers.
@@ -195,6 +197,7 @@ class SparseConfig:
     d_ff: int
     num_experts: int
     num_selected_experts: int = 2
+    num_shared_experts: int = 0
     router: str = "token_choice"
     router_options: Mapping[str, Any] = field(default_factory=dict)
     router_input: RouterInput = "hidden"
@@ -225,6 +228,7 @@ class SparseConfig:
         check_field_types(self)
         for name in ("d_model", "d_ff", "num_experts", "num_selected_experts", "group_size"):
             check_integer(name, getattr(self, name), least=1)
+        check_integer("num_shared_experts", self.num_shared_experts, least=0)
         expected = f"at most num_experts, {self.num_experts}"
         is_enough = self.num_selected_experts <= self.num_experts
         check(is_enough, "num_selected_experts", self.num_selected_experts, expected)
@@ -259,6 +263,19 @@ class SparseConfig:
     def rules(self) -> Rules:
         """The rules of the convention."""
         return CONVENTIONS[self.convention]
+
+    def as_shared_experts(self) -> "SparseConfig":
+        """Returns the settings of the shared experts: one expert, as wide as all of them."""
+        return replace(
+            self,
+            d_ff=self.num_shared_experts * self.d_ff,
+            num_experts=1,
+            num_selected_experts=1,
+            num_shared_experts=0,
+            router="token_choice",
+            router_options={},
+            expert_quantization=None,
+        )
 
 
 def _check_quantization(quantization: Any, d_model: int, d_ff: int) -> None:

@@ -16,6 +16,7 @@ from moe.sparse.adapters import read_adapters, unwrapped
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import (
+    Arrived,
     Dispatcher,
     SlotDispatcher,
     fill_slots,
@@ -64,7 +65,8 @@ class RouterOutput(NamedTuple):
 class SparseFeedForward(nn.Module):
     """A feed-forward layer in which every token uses a few of E experts.
 
-    It fits where any Transformer has its feed-forward layer; see also integration.py.
+    It fits where any Transformer has its feed-forward layer; see also integration.py. Shared experts
+    are computed like a dense layer, and their output is added.
 
     Example:
         layer = SparseFeedForward(SparseConfig(d_model=512, d_ff=2048, num_experts=8))
@@ -73,7 +75,8 @@ class SparseFeedForward(nn.Module):
         loss = task_loss + 0.01 * losses.load_balance_loss + 0.001 * losses.router_z_loss
 
     Source:
-        ST-MoE (arXiv:2202.08906) §2 and §3. Differs: padding is never routed.
+        ST-MoE (arXiv:2202.08906) §2 and §3. Differs: padding is never routed. Shared experts:
+        DeepSeekMoE (arXiv:2401.06066) eq. 9.
     """
 
     def __init__(self, config: SparseConfig) -> None:
@@ -81,6 +84,9 @@ class SparseFeedForward(nn.Module):
         self.config = config
         self.router = build_router(config)
         self.experts = Experts(config)
+        self.shared_experts: Experts | None = None
+        if config.num_shared_experts:
+            self.shared_experts = Experts(config.as_shared_experts())
         self.ep: ExpertAxis | None = None
         self.tp: ProcessGroup | None = None
         self.plan_edits: tuple[PlanEdit, ...] = ()
@@ -116,7 +122,7 @@ class SparseFeedForward(nn.Module):
         """Returns the layer's output and the router's results.
 
         A token that reaches no expert, and padding, are zeros in the output: only the residual path
-        carries them.
+        carries them. With shared experts, that is padding alone.
 
         Args:
             x: <any float>[B, L, D] tokens.
@@ -145,7 +151,8 @@ class SparseFeedForward(nn.Module):
         # Scores of every expert for every token, and the resulting plan.
         scores = self.router(inputs)  # logits [G, S, E]
         router = unwrapped(self.router)
-        plan = router.assign(scores, real_tokens(inputs), drop_tokens=drop_tokens)
+        is_real = real_tokens(inputs)  # [G, S]
+        plan = router.assign(scores, is_real, drop_tokens=drop_tokens)
         for edit in self.plan_edits:
             plan = edit(scores, plan)
 
@@ -159,8 +166,12 @@ class SparseFeedForward(nn.Module):
         experts, adapters = read_adapters(self.experts, self.config.num_experts, self.ep)
         rate = self.config.expert_dropout_rate if self.training else 0.0
         with tp_random_numbers(self.tp, x.device, rate):
+            shared = self.run_shared(tokens, is_real)  # [T, D]
             expert_outputs = experts(in_flight, adapters)  # rows, slots or, fused, tokens
-        combined = reduce_from_tp_region(dispatcher.combine(expert_outputs), self.tp)  # [T, D]
+        combined = dispatcher.combine(expert_outputs)  # [T, D]
+        if shared is not None:
+            combined = combined + shared
+        combined = reduce_from_tp_region(combined, self.tp)
         combined = combined.unflatten(0, inputs.tokens.shape[:2])  # [G, S, D]
         return from_groups(combined, sequences).to(x.dtype), router_output
 
@@ -196,6 +207,20 @@ class SparseFeedForward(nn.Module):
         """
         dtype = unwrapped(self.experts).product_dtype()
         return copy_to_tp_region(tokens.flatten(0, 1).to(dtype), self.tp)
+
+    def run_shared(self, tokens: Tensor, is_real: Tensor) -> Tensor | None:
+        """Returns the output of the shared experts <dtype of tokens>[T, D]; None without any.
+
+        Args:
+            tokens: <dtype of the products>[T, D] as `expert_tokens` returns them; padding may hold NaN.
+            is_real: <bool>[G, S] real tokens; others are zeros in the output.
+        """
+        if self.shared_experts is None:
+            return None
+        experts, adapters = read_adapters(self.shared_experts, 1, None)
+        is_padding = ~is_real.flatten()[:, None]  # [T, 1]
+        slots = tokens.masked_fill(is_padding, 0)[None]  # [1, T, D]
+        return experts(Arrived(slots), adapters)[0].masked_fill(is_padding, 0)
 
     def _report(self, scores: RouterScores, plan: DispatchPlan) -> RouterOutput:
         # Losses keep their gradient; statistics have none. Both need the normalizer.

@@ -107,6 +107,7 @@ class AddedExperts:
             "encoder_experts": [factor * number for number in sparse.layer_experts(decoder=False)],
             "decoder_experts": [factor * number for number in sparse.layer_experts(decoder=True)],
             "num_selected_experts": factor * sparse.num_selected_experts,
+            "num_shared_experts": G * sparse.num_shared_experts,
             "expert_d_ff": width // G,
             **scaled_capacity(sparse, factor),  # as many slots for each expert as before
         }

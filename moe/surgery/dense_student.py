@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
-from moe.checks import check_choice
+from moe.checks import check, check_choice
 from moe.convert.formats import rewrite_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint, empty_weights, sparse_blocks
 from moe.data.pipeline import Batch
@@ -109,7 +109,7 @@ def student_config(teacher: STMoEConfig) -> STMoEConfig:
     """Returns the config of the student.
 
     Raises:
-        ConfigError: When the teacher is dense, or its experts have additive biases.
+        ConfigError: When the teacher is dense, or its experts are shared or have additive biases.
     """
     if not teacher.num_experts:
         raise ConfigError(
@@ -121,6 +121,9 @@ def student_config(teacher: STMoEConfig) -> STMoEConfig:
             "The teacher's experts have additive biases (expert_bias), which a dense layer cannot have. Give a student "
             "of your own (--student)."
         )
+    num_shared = teacher.num_shared_experts
+    expected = "0: a dense layer has one width. Give a student of your own (--student)"
+    check(num_shared == 0, "num_shared_experts of the teacher", num_shared, expected)
     plain: dict[str, Any] = {"router": STMoEConfig.router, "expert_bias": "none"}
     plain |= dict.fromkeys(_LAYER_SETTINGS)
     if not dense_obstacles(teacher):

@@ -99,6 +99,9 @@ class Upcycling:
         """Raises a ConfigError when a value is out of range."""
         check_integer("num_experts", self.num_experts, least=2)
         check_integer("granularity", self.granularity, least=1)
+        num_shared = self.fields.get("num_shared_experts", 0)
+        expected = "0: the copies of a dense layer are routed"
+        check(num_shared == 0, "num_shared_experts", num_shared, expected)
 
     def config(self, dense: STMoEConfig) -> STMoEConfig:
         """Returns the config of the sparse model.

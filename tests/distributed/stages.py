@@ -27,6 +27,7 @@ FIELDS = {
     "num_decoder_layers": 1,
     "num_heads": 4,
     "num_experts": 8,
+    "num_shared_experts": 1,
     "group_size": 26,
     "tie_word_embeddings": True,
 }

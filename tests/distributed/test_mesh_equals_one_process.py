@@ -15,7 +15,8 @@ import torch.distributed as dist
 from moe.data.tokenizer import SpecialIds
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import MeshConfig, build_mesh
-from moe.models.parallelize import shard_model
+from moe.distributed.sharding import MeshCoordinate
+from moe.models.parallelize import draw_weights, model_layouts, shard_model
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.optim.adafactor import Adafactor
 from moe.optim.optimizers import OPTIMIZERS
@@ -52,20 +53,27 @@ CASES = {
         "micro": 2,
         "router": "bias_balanced",
         "router_options": None,
+        "num_shared_experts": 1,
     },
     "accumulated, checkpointed, adamw": {"micro": 2, "checkpointed": True, "optimizer": "adamw"},
     "lars": {"optimizer": "lars"},
-    "lamb, narrow experts": {"optimizer": "lamb", "expert_d_ff": 12},
-    "muon, UL2 and umT5": {"optimizer": "muon", **UL2_AND_UMT5},
+    "lamb, narrow experts": {"optimizer": "lamb", "expert_d_ff": 12, "num_shared_experts": 3},
+    "muon, UL2 and umT5": {
+        "optimizer": "muon",
+        "num_shared_experts": 1,
+        "expert_bias": "multiplicative",
+        **UL2_AND_UMT5,
+    },
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
-    "fewer experts in the decoder": {"decoder_experts": (4,)},
+    "fewer experts in the decoder": {"decoder_experts": [4]},
     "all tokens on two experts": {"crowded": True, "capacity_factor": None},
     "bias_balanced, expert bias": {
         "relative_bias_in_every_block": True,
         "router": "bias_balanced",
         "router_options": None,
         "expert_bias": "multiplicative",
+        "num_shared_experts": 1,
     },
 }
 MESHES = {  # dp_replicate, dp_shard, ep, tp, nodes
@@ -99,9 +107,6 @@ rounding stays small over many updates does not depend on the mesh.
 
 def build(dtype, checkpointed=False, crowded=False, **fields):
     """Returns a model in training mode, the same on each rank."""
-    for name, value in fields.items():  # tuples of a case as the lists of a config
-        if isinstance(value, tuple):
-            fields[name] = json.loads(json.dumps(value))
     model = tiny_model(**{**FIELDS, **fields}).to(dtype).train()
     if checkpointed:
         enable_activation_checkpointing(model, {"use_reentrant": False})
@@ -152,11 +157,15 @@ HELD_OUT = HeldOut(Batches(), 1, SpecialIds(pad=0, eos=1, first_sentinel=52, num
 
 def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor", **fields):
     """Returns all numbers of a run: losses and statistics by step, first gradients, last weights,
-    held-out loss.
+    held-out loss, weights drawn anew.
     """
     model, settings = build(dtype, **fields), recipe(dtype, micro, optimizer)
-    if mesh is not None:
-        shard_model(model, mesh)
+    sizes, coordinate = MeshConfig(), MeshCoordinate(0, 0, 0, 0)
+    if mesh is None:
+        layouts = model_layouts(model, model.config, sizes)
+    else:
+        sizes, coordinate = mesh.config, MeshCoordinate.of(mesh)
+        layouts = shard_model(model, mesh)
     groups = parameter_groups(model)
     optim = OPTIMIZERS.get(optimizer).build(groups, clipping_threshold=1.0, weight_decay=0.0)
     numbers = {}
@@ -184,6 +193,10 @@ def run(dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor
     if not fields.get("crowded"):  # unused experts stay tied
         for name, value in evaluate_held_out(model, HELD_OUT, mesh).items():
             numbers[name] = torch.tensor(value, dtype=torch.float64)
+
+    draw_weights(model, 7, layouts, sizes, coordinate)
+    for name, parameter in model.named_parameters():
+        numbers[f"drawn {name}"] = whole(parameter)
     return numbers
 
 
@@ -200,12 +213,12 @@ def on_a_rank(rank, num_ranks, cases):
     """Returns for each case how far each of its numbers is from that of one process."""
     one_process = functools.cache(
         lambda dtype, steps, fields: broadcast_from_rank_zero(
-            lambda: run(dtype, steps, **dict(fields))
+            lambda: run(dtype, steps, **json.loads(fields))
         )
     )
     answers = {}
     for name, (sizes, dtype, steps, fields) in cases.items():
-        theirs = one_process(dtype, steps, tuple(fields.items()))
+        theirs = one_process(dtype, steps, json.dumps(fields))
         ours = run(dtype, steps, build_mesh(MeshConfig(*sizes), "cpu"), **fields)
         assert ours.keys() == theirs.keys()
         answers[name] = {number: distance(ours[number], theirs[number]) for number in theirs}

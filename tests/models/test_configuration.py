@@ -102,7 +102,7 @@ def test_a_config_whose_numbers_are_wrong_is_refused(fields, message):
 @pytest.mark.parametrize("router", load_routers().names())
 def test_parameters_of_every_router_are_counted_before_anything_is_built(router):
     fields = FIELDS | {"router": router, "router_options": None, "decoder_router": "switch"}
-    fields |= {"num_selected_experts": 1, "expert_bias": "multiplicative"}
+    fields |= {"num_selected_experts": 1, "expert_bias": "multiplicative", "num_shared_experts": 2}
     for router_input in ("hidden",) if router == "hash" else ("hidden", "concat"):
         config = STMoEConfig(**fields, router_input=router_input)
         built = STMoEForConditionalGeneration(config)

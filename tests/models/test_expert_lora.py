@@ -43,7 +43,7 @@ FORMS = {
     "rows": {},
     "slots": {"dispatch": "static"},
     "ReLU, a bias": {"feed_forward_proj": "relu", "expert_bias": "multiplicative"},
-    "capacity": {"capacity_factor": 0.6},
+    "capacity, shared experts": {"capacity_factor": 0.6, "num_shared_experts": 2},
 }
 
 

@@ -17,7 +17,8 @@ FAMILIES = {
     "dense": DENSE,
     "relu": {**DENSE, "feed_forward_proj": "relu"},
     "ragged": {"eval_capacity_factor": None},
-    "static": {"eval_capacity_factor": None, "dispatch": "static", "expert_bias": "additive"},
+    "static": {"eval_capacity_factor": None, "dispatch": "static", "expert_bias": "additive"}
+    | {"num_shared_experts": 1},
 }
 TOKENS = {"max_new_tokens": 7}
 

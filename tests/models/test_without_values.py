@@ -13,7 +13,7 @@ from tests.models.tiny import tiny_batch, tiny_model
 
 FAMILIES = {
     "ragged": {},
-    "static": {"dispatch": "static", "expert_bias": "additive"},
+    "static": {"dispatch": "static", "expert_bias": "additive", "num_shared_experts": 1},
     "hash": {"router": "hash", "router_options": None, "num_selected_experts": 1},
     "dropout": {"dropout_rate": 0.1},
 }
@@ -52,7 +52,9 @@ def test_a_step_with_a_cache_has_its_shape(device):
         assert model(ids, decoder_input_ids=ids, use_cache=True).logits.shape == (4, 13, 131)
 
 
-@pytest.mark.parametrize("fields", [{}, {"expert_bias": "additive", "capacity_factor": None}])
+@pytest.mark.parametrize(
+    "fields", [{"num_shared_experts": 1}, {"expert_bias": "additive", "capacity_factor": None}]
+)
 def test_transforms_of_torch_func_give_the_gradients_of_autograd(fields):
     model = tiny_model(dispatch="static", **fields).double()
     model.set_attn_implementation("eager")  # torch has no jvp of the other

@@ -7,6 +7,7 @@ einsum says the same with one-hot masks.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,8 @@ def answer(layer, x, mask=None, token_ids=None, words=None, drop_tokens=True):
         "router_z_sum": z.item() * z_count,
         "router_z_count": z_count,
     }
-    return Answer(groups, combine_by_loop(layer, groups, found), logits, found, balance, z, counted)
+    output = combine_by_loop(layer, groups, found) + shared_output(layer, groups, mask)
+    return Answer(groups, output, logits, found, balance, z, counted)
 
 
 # ---- from tokens to a routing ----
@@ -162,6 +164,20 @@ def run_expert(layer, expert, token):
     elif config.expert_bias == "multiplicative":
         hidden = hidden * experts.bias[expert]
     return experts.down_proj[expert] @ hidden + b2[expert]
+
+
+def shared_output(layer, groups, mask):
+    """Returns what shared experts add to groups [G, S, D]: the output of one wide expert for each
+    real token, with weight 1.
+    """
+    outputs = torch.zeros_like(groups)
+    if layer.config.num_shared_experts:
+        wide = SimpleNamespace(experts=layer.shared_experts, config=layer.shared_experts.config)
+        for g, tokens in enumerate(groups):
+            for s, token in enumerate(tokens):
+                if mask[g][s]:
+                    outputs[g, s] = run_expert(wide, 0, token)
+    return outputs
 
 
 def combine_by_loop(layer, groups, routing):

@@ -34,6 +34,7 @@ FORMS = {
     "SwiGLU, tables": UL2_AND_UMT5,
     "expert choice": {"router": "expert_choice", "router_options": {}}
     | {"decoder_router": "token_choice"},
+    "shared experts": {"num_shared_experts": 2},
     "dropout": {"dropout_rate": 0.1, "expert_dropout_rate": 0.4},
 }
 

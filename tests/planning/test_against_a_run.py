@@ -52,16 +52,17 @@ class Case:
 
 STATIC = {"dispatch": "static"}
 UNSTACKED = {**STATIC, "sparse_dense_stacking": False}
+SHARED = {**STATIC, "num_shared_experts": 1, "expert_bias": "multiplicative"}
 SEQUENCES = {"group_size": 64, "convention": "switch", "expert_capacity": 3}
 TIED = {"feed_forward_proj": "relu", "tie_word_embeddings": True}
 EXACT = {
     "dp_shard x ep, ragged": Case((1, 2, 2, 1), BY_HASH, micro=2, checkpointed=True),
-    "dp_shard x ep, bfloat16": Case((1, 2, 2, 1), STATIC, checkpointed=True, bfloat16=True),
+    "dp_shard x ep, bfloat16": Case((1, 2, 2, 1), SHARED, checkpointed=True, bfloat16=True),
     "dp_replicate x ep, AdamW": Case((2, 1, 2, 1), STATIC, micro=2, optimizer="adamw"),
     "ep x tp, ragged": Case((1, 1, 2, 2), BY_HASH, micro=4, checkpointed=True),
     "ep x tp, dropout": Case((1, 1, 2, 2), {**STATIC, "dropout_rate": 0.1}, checkpointed=True),
-    "ep x tp, LARS": Case((1, 1, 2, 2), STATIC, optimizer="lars", options={"skip": ["biases"]}),
-    "ep x tp, Muon": Case((1, 1, 2, 2), UNSTACKED, optimizer="muon"),
+    "ep x tp, LARS": Case((1, 1, 2, 2), SHARED, optimizer="lars", options={"skip": ["biases"]}),
+    "ep x tp, Muon": Case((1, 1, 2, 2), SHARED | UNSTACKED, optimizer="muon"),
     "ep, groups of one sequence": Case((1, 1, 4, 1), {**STATIC, **SEQUENCES}, micro=2),
     "ep in two nodes, ragged": Case((1, 1, 4, 1, 2), BY_HASH),
     "tp, ReLU, tied head": Case((1, 1, 1, 4), {**TIED, **STATIC}),

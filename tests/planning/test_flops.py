@@ -18,7 +18,7 @@ MODELS = {
     "dense": {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0},
     "sparse": {},
     "sparse, ReLU": {"feed_forward_proj": "relu"},
-    "sparse without stacking": {"sparse_dense_stacking": False},
+    "sparse without stacking": {"sparse_dense_stacking": False, "num_shared_experts": 2},
 }
 
 

@@ -186,6 +186,8 @@ def test_the_page_reads_the_tokens_of_any_text(tmp_path, tokenizer):
 def test_what_a_page_cannot_run_is_refused(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match="expert_bias is 'additive'"):
         page_of(tmp_path / "bias", tokenizer, expert_bias="additive")
+    with pytest.raises(ConfigError, match="num_shared_experts is 1; expected 0"):
+        page_of(tmp_path / "shared", tokenizer, num_shared_experts=1)
     with pytest.raises(ConfigError, match="a tokenizer of the kind WordLevel"):
         page_of(tmp_path / "words", word_tokenizer(), **DENSE)
     assert not list(tmp_path.glob("*/*.html"))

@@ -34,8 +34,8 @@ def build_layer(router="token_choice", seed=0, **fields):
     }
     torch.manual_seed(seed)
     layer = SparseFeedForward(SparseConfig(**{**settings, **fields})).double().eval()
-    for name, bias in layer.experts.named_parameters():
-        if "bias" in name:
+    for name, bias in layer.named_parameters():
+        if "experts" in name and "bias" in name:
             torch.nn.init.normal_(bias)
     for buffer in layer.router.buffers():
         buffer.random_(-20, 20)

@@ -18,7 +18,7 @@ from moe.errors import ConfigError
 from moe.kernels.expert_weights import dequantized
 from moe.sparse.config import CONVENTIONS, Activation, Dispatch, RouterInput
 from moe.sparse.routers.token_choice import keep_choices
-from tests.oracles.layer import answer, dense_einsum
+from tests.oracles.layer import answer, dense_einsum, shared_output
 from tests.oracles.stats import summary
 from tests.sparse.by_hand import assert_close, layer_with_logits, logits_of
 from tests.sparse.layers import build_layer
@@ -60,6 +60,7 @@ def cases(draw, options):
     config = {
         "num_experts": num_experts,
         "num_selected_experts": min(draw(st.sampled_from([1, 2, 3])), num_experts),
+        "num_shared_experts": draw(st.sampled_from([0, 0, 1, 2])),
         "capacity_factor": draw(factors),
         "expert_capacity": draw(st.sampled_from([None, None, 1, 2, 3, 50])),
         "convention": draw(st.sampled_from(sorted(CONVENTIONS))),
@@ -222,11 +223,9 @@ def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(
             assert_close(a, b, f"gradient of {name}, {dispatch}")
 
     with torch.no_grad():
-        assert_close(
-            dense_einsum(layer, expected.groups, found.plan).reshape(x.shape),
-            output,
-            "dense einsum",
-        )
+        groups, plan = expected.groups, found.plan
+        sums = dense_einsum(layer, groups, plan) + shared_output(layer, groups, plan.token_mask)
+        assert_close(sums.reshape(x.shape), output, "dense einsum")
     assert_close(found.router_logits, expected.logits, "router_logits")
 
 

@@ -32,7 +32,10 @@ def logits_of(model):
     ("settings", "fields"),
     [
         ({"granularity": 2}, {"decoder_experts": [4]}),
-        ({"num_experts": 21, "granularity": 2}, {"expert_bias": "multiplicative"}),
+        (
+            {"num_experts": 21, "granularity": 2},
+            {"expert_bias": "multiplicative", "num_shared_experts": 1},
+        ),
         ({"num_experts": 14, "granularity": 3}, {"eval_capacity_factor": 0.7, **DEFAULT}),
         ({"granularity": 3}, {"feed_forward_proj": "relu", "expert_bias": "additive"}),
         ({"num_experts": 14}, {"router": "switch", **SINGLE}),
@@ -46,8 +49,9 @@ def test_more_experts_compute_the_same(tmp_path, settings, fields):
     for layer in sparse_layers(model).values():
         if hasattr(layer.router, "load_steps"):
             layer.router.load_steps += torch.arange(7) * 20
-        if layer.experts.bias is not None:
-            torch.nn.init.uniform_(layer.experts.bias, 0.5, 1.5)
+        for name, bias in layer.named_parameters():
+            if name.endswith("experts.bias"):
+                torch.nn.init.uniform_(bias, 0.5, 1.5)
     larger = enlarge(model, tmp_path, **settings)
     torch.testing.assert_close(logits_of(larger), logits_of(model), atol=1e-5, rtol=1e-5)
 

@@ -128,6 +128,8 @@ def test_a_dense_teacher_and_a_text_without_tokens_are_refused():
         student_config(tiny_model(**DENSE).config)
     with pytest.raises(ConfigError, match="additive biases"):
         student_config(tiny_model(expert_bias="additive").config)
+    with pytest.raises(ConfigError, match="num_shared_experts of the teacher is 1; expected 0"):
+        student_config(tiny_model(num_shared_experts=1).config)
     batch = tiny_batch()
     empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
     with pytest.raises(DataError, match="token"):

@@ -58,7 +58,7 @@ def exact_model(**fields):
         {"router_options": {"normalize_gates": False}},
         {"router": "switch", "router_options": {}, "num_selected_experts": 1},
         {"router": "bias_balanced", "router_options": {}},
-        {"expert_bias": "multiplicative", "feed_forward_proj": "relu"},
+        {"expert_bias": "multiplicative", "feed_forward_proj": "relu", "num_shared_experts": 1},
     ],
 )
 def test_a_cut_model_equals_a_masked_one(tmp_path, fields):

@@ -33,7 +33,7 @@ from tests.largest_tensor import LargestFloats
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 E, D, F = 7, 32, 64
-SIZES = {"d_model": D, "d_ff": F, "eval_capacity_factor": None}
+SIZES = {"d_model": D, "d_ff": F, "eval_capacity_factor": None, "num_shared_experts": 1}
 EIGHT, FOUR = Quantization(8), Quantization(4, 8)
 BITS = pytest.mark.parametrize("quantization", [EIGHT, FOUR], ids=["8", "4"])
 

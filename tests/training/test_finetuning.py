@@ -66,7 +66,7 @@ def moved_since(before, model):
 
 
 def test_a_subset_is_what_lies_in_its_modules_and_is_counted():
-    for fields in ({}, {"expert_bias": "additive", "tie_word_embeddings": True}):
+    for fields in ({}, {"expert_bias": "additive", "num_shared_experts": 1}):
         model = tiny_model(**fields)
         model.add_adapter(lora_config(model))
         for subset in SUBSETS:  # an earlier choice leaves nothing behind
