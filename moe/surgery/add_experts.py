@@ -15,7 +15,7 @@ from typing import Any
 from einops import repeat
 from torch import Tensor
 
-from moe.checks import check_integer
+from moe.checks import check, check_integer
 from moe.convert.formats import rewrite_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint, empty_weights
 from moe.errors import ConfigError
@@ -154,6 +154,9 @@ class AddedExperts:
         name = _ROUTERS[before.router]
         known = option_names(ROUTERS.get(name))
         options = dataclasses.asdict(ROUTERS.get(before.router).Options(**before.router_options))
+        score = options.get("score", "softmax")
+        expected = "softmax: twins share a probability, and sigmoids would add up"
+        check(score == "softmax", f"score of router {name!r}", score, expected)
 
         # A single choice is always taken, with its raw gate.
         K = before.num_selected_experts

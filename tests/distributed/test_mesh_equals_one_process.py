@@ -52,7 +52,7 @@ CASES = {
         "balance_scope": "ranks",
         "micro": 2,
         "router": "bias_balanced",
-        "router_options": None,
+        "router_options": {"score": "sigmoid"},
         "num_shared_experts": 1,
     },
     "accumulated, checkpointed, adamw": {"micro": 2, "checkpointed": True, "optimizer": "adamw"},

@@ -131,7 +131,8 @@ def route(layer, logits, probs, mask, token_ids, capacity):
         return routing.switch(probs, mask, capacity)
     if name == "bias_balanced":
         bias = [steps * options.update_rate for steps in layer.router.load_steps.tolist()]
-        return routing.bias_balanced(probs, mask, capacity, bias, choices, options.normalize_gates)
+        scores = 1 / (1 + (-logits).exp()) if options.score == "sigmoid" else probs
+        return routing.bias_balanced(scores, mask, capacity, bias, choices, options.normalize_gates)
     if name == "no_token_left_behind":
         return routing.no_token_left_behind(probs, mask, capacity, options.num_candidates)
     if name == "hash":

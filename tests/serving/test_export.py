@@ -22,7 +22,7 @@ STEPS = 9
 # Experts of the encoder are a node of onnxruntime, those of the decoder are unrolled.
 TOP_1 = {"num_selected_experts": 1, "feed_forward_proj": "relu", "num_decoder_layers": 1}
 TOP_1 |= {"num_experts": 23, "decoder_experts": [3], "decoder_router": "bias_balanced"}
-TOP_1 |= {"num_shared_experts": 1}
+TOP_1 |= {"num_shared_experts": 1, "decoder_router_options": {"score": "sigmoid"}}
 SWIGLU = {"num_selected_experts": 2, "num_experts": 3, "num_layers": 2, "num_decoder_layers": 1}
 SWIGLU |= UL2_AND_UMT5
 pytestmark = pytest.mark.slow

@@ -86,10 +86,17 @@ def test_dropped_experts_give_nothing_and_swapped_ones_have_each_others_weights(
     torch.testing.assert_close(output, swapped(tokens())[0])
 
 
-def test_rerouting_is_what_a_layer_without_the_expert_does():
-    layer = build_layer(**DROPLESS)
-    small = build_layer(num_experts=E - 1, **DROPLESS)
+@pytest.mark.parametrize("router", ["token_choice", "bias_balanced"])
+def test_rerouting_is_what_a_layer_without_the_expert_does(router):
+    """Even if the expert has the largest of all biases."""
+    fields = {"router": router, **DROPLESS}
+    if router == "bias_balanced":
+        fields["router_options"] = {"score": "sigmoid", "update_rate": 0.2}
+    layer = build_layer(**fields)
+    small = build_layer(num_experts=E - 1, **fields)
     left = [0, 1, 3, 4]
+    for steps in layer.router.buffers():
+        steps.copy_(torch.tensor([2, -1, 10, 0, 1]))
     weights = {name: value[left] for name, value in layer.state_dict().items()}
     small.load_state_dict(weights)
     with edit_routing(layer, {KEY: RerouteExperts(2)}):

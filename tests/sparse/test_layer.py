@@ -43,7 +43,11 @@ OPTIONS = {
     "expert_choice tokens": {"softmax_over": st.just("tokens")},
     "no_token_left_behind": {"num_candidates": st.integers(1, 4)},
     "hash": {"seed": st.integers(0, 5)},
-    "bias_balanced": {"update_rate": st.sampled_from([0.05, 0.3]), **NORMALIZED},
+    "bias_balanced": {
+        "update_rate": st.sampled_from([0.05, 0.3]),
+        "score": st.sampled_from(["softmax", "sigmoid"]),
+        **NORMALIZED,
+    },
 }
 PADDING = ["no mask", "none", "left", "right", "scattered", "whole sequences", "everything"]
 

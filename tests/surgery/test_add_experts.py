@@ -105,6 +105,11 @@ def test_what_is_not_exact_is_said(fields, change):
         ({"granularity": 2}, {}, "granularity is 2; expected a divisor of 31"),
         ({"num_experts": 7}, {}, "7 experts already"),
         ({"num_experts": 14}, {"router": "hash", **SINGLE}, "router 'hash', which cannot choose"),
+        (
+            {"num_experts": 14},
+            {"router": "bias_balanced", "router_options": {"score": "sigmoid"}},
+            "score of router 'bias_balanced' is 'sigmoid'; expected softmax",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, fields, message):

@@ -4,7 +4,7 @@ The weights of the chosen experts do not depend on the bias.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,13 @@ class BiasBalancedOptions:
         update_rate: How far a bias moves in one update, in units of probability. The number of
             steps is stored, so that a new rate also scales the biases of a trained router.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw.
+        score: Score s_i of an expert: its `softmax` probability, or the `sigmoid` of its logit, as
+            in DeepSeek-V3. Losses and statistics are those of the softmax with both.
     """
 
     update_rate: float = 1e-3
     normalize_gates: bool = True
+    score: Literal["softmax", "sigmoid"] = "softmax"
 
     def check(self, config: SparseConfig) -> None:
         """Raises a ConfigError when the rate is out of range."""
@@ -39,16 +42,16 @@ class BiasBalancedOptions:
 
 @ROUTERS.register("bias_balanced")
 class BiasBalancedRouter(Router):
-    """Every token chooses the K experts of highest probability plus bias.
+    """Every token chooses the K experts of highest score plus bias.
 
-    Its weights are the probabilities alone. `update` raises the bias of experts with less than the
+    Its weights are the scores alone. `update` raises the bias of experts with less than the
     mean load and lowers the bias of the others. The training loop calls it once after each step;
     your own loop must do so too. The balance loss stays available; its weight is usually set to 0,
     or small.
 
     Source:
         Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1; DeepSeek-V3
-        (arXiv:2412.19437). Differs: probabilities are a softmax as everywhere here, not a sigmoid.
+        (arXiv:2412.19437) §2.1.2 for `sigmoid`. Differs: the balance loss is that of the softmax.
     """
 
     Options: ClassVar[type[BiasBalancedOptions]] = BiasBalancedOptions
@@ -69,15 +72,19 @@ class BiasBalancedRouter(Router):
         """Returns the bias b_i of each expert <float64>[E], in units of probability."""
         return self.load_steps.double() * self.options.update_rate
 
+    def expert_scores(self, scores: RouterScores) -> Tensor:
+        """Returns the score s_i of each expert <float32>[G, S, E]."""
+        return scores.logits.sigmoid() if self.options.score == "sigmoid" else scores.probs
+
     def assign(
         self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The K experts of highest s_i + b_i: the bias decides who is chosen ...
         bias = self.load_bias().to(scores.probs.dtype)  # [E]
-        biased_probs = scores.probs.detach() + bias  # [G, S, E]
-        num_selected = self.config.num_selected_experts
-        expert_index = select_experts(biased_probs, num_selected)  # [G, S, K]
+        biased = self.expert_scores(scores).detach() + bias  # [G, S, E]
+        biased = biased.where(scores.probs >= 0, scores.probs)  # see `choose_again`
+        expert_index = select_experts(biased, self.config.num_selected_experts)  # [G, S, K]
 
         # ... and s_i alone with which weight.
         gates = self.gates(scores, expert_index)  # [G, S, K]
@@ -89,8 +96,8 @@ class BiasBalancedRouter(Router):
         )
 
     def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
-        """Returns the probabilities <float32>[G, S, K], normalised where the options say so."""
-        gates = super().gates(scores, expert_index)
+        """Returns the scores <float32>[G, S, K], normalised where the options say so."""
+        gates = self.expert_scores(scores).gather(-1, expert_index)
         return normalize_gates(gates) if self.options.normalize_gates else gates
 
     @torch.no_grad()
