@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from moe.checks import shown
+from moe.checks import check
 from moe.checksums import write_sums
 from moe.cli import Parser, file_size, model_name
 from moe.convert.formats import conversion_report, convert_checkpoint
@@ -105,10 +105,8 @@ def read_fields(texts: list[str]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for text in texts:
         name, sign, value = text.partition("=")
-        if not sign or not name.isidentifier():
-            raise ConfigError(
-                f"--set is {shown(text)}; expected FIELD=VALUE, e.g. expert_capacity=64."
-            )
+        is_field = bool(sign) and name.isidentifier()
+        check(is_field, "--set", text, "FIELD=VALUE, e.g. expert_capacity=64")
         try:
             fields[name] = parse_json(value, where=f"--set {name}")
         except DataError:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import check_model_folder
+from moe.checks import check
 from moe.cli import path
 from moe.data.batches_ahead import default_workers
 from moe.data.blocks import open_blocks
@@ -140,10 +141,8 @@ def open_text(
     data = recipe.data
     streamed = [source for source in corpora if not is_corpus(source)]
     num_rates = len(data.rates) if data.rates is not None else 1
-    if num_rates != len(corpora):
-        raise ConfigError(
-            f"data.rates is {data.rates}; expected a number for each of the {len(corpora)} corpora, or null for one."
-        )
+    expected = f"a number for each of the {len(corpora)} corpora, or null for one"
+    check(num_rates == len(corpora), "data.rates", data.rates, expected)
 
     texts: list[Text] = []
     held_out: list[NDArray[np.int32]] = []

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.checks import check_integer, check_number
+from moe.checks import check, check_integer, check_number
 from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError
 
@@ -104,11 +104,8 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
 
     # T5's exception: with a density of one half, targets must not be longer than inputs.
     corrupted_inputs, corrupted_targets = corrupted_lengths(length, noise)
-    if corrupted_inputs > inputs_length:
-        raise ConfigError(
-            f"inputs_length is {inputs_length}; expected at least {corrupted_inputs} tokens for "
-            "one masked span."
-        )
+    expected = f"at least {corrupted_inputs} tokens for one masked span"
+    check(corrupted_inputs <= inputs_length, "inputs_length", inputs_length, expected)
     if noise.density == 0.5 and corrupted_targets > inputs_length:
         length -= 1
 

@@ -69,11 +69,8 @@ class AddedExperts:
         if self.num_experts is None:
             return 1
         check_integer("num_experts", self.num_experts, least=E, reason="the model has as many")
-        if self.num_experts % E:
-            raise ConfigError(
-                f"num_experts is {self.num_experts}; expected a multiple of {E}, the experts of the model: each "
-                "gets as many twins."
-            )
+        expected = f"a multiple of {E}, the experts of the model: each gets as many twins"
+        check(self.num_experts % E == 0, "num_experts", self.num_experts, expected)
         return self.num_experts // E
 
     def config(self, sparse: STMoEConfig) -> STMoEConfig:
@@ -97,10 +94,8 @@ class AddedExperts:
                 f"The model has {sparse.num_experts} experts already. Give a multiple (--experts "
                 f"{2 * sparse.num_experts}) or more parts (--granularity 2)."
             )
-        if width % G:
-            raise ConfigError(
-                f"granularity is {G}; expected a divisor of {width}, the hidden units of an expert."
-            )
+        expected = f"a divisor of {width}, the hidden units of an expert"
+        check(width % G == 0, "granularity", G, expected)
 
         settings: dict[str, Any] = {
             "num_experts": factor * sparse.num_experts,

@@ -120,10 +120,8 @@ class Upcycling:
 
         # Parts of equal width.
         G = self.granularity
-        if dense.d_ff % G:
-            raise ConfigError(
-                f"granularity is {G}; expected a divisor of d_ff, {dense.d_ff}: each layer is split into equal parts."
-            )
+        parts = f"a divisor of d_ff, {dense.d_ff}: each layer is split into equal parts"
+        check(dense.d_ff % G == 0, "granularity", G, parts)
 
         sparse_layers = {
             "num_sparse_encoder_layers": self.num_sparse_encoder_layers,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe.checks import shown
+from moe.checks import check, shown
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import read_yaml
 from stmoe import recipes_folder
@@ -90,10 +90,9 @@ def _parent_path(path: Path, parent: Any) -> Path:
     Raises:
         ConfigError: When `parent` is not the path of a file.
     """
-    if not isinstance(parent, str) or not parent.strip():
-        raise ConfigError(
-            f"{path}: {EXTENDS} is {shown(parent)}; expected the path of one recipe file, relative to this one."
-        )
+    is_path = isinstance(parent, str) and bool(parent.strip())
+    expected = "the path of one recipe file, relative to this one"
+    check(is_path, f"{path}: {EXTENDS}", parent, expected)
     # Resolve `..`, so that messages show a path that the user recognizes.
     parent_path = Path(os.path.normpath(path.parent / parent))
     ours = recipes_folder() / f"{parent}.yaml"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe.checkpoint.best_model import BEST_FOLDER, DevScores, best_and_last
-from moe.errors import ConfigError
+from moe.checks import check
 from moe.files import claim_folder, write_text
 from moe.training.recipe import Recipe
 
@@ -34,10 +34,8 @@ def seed_runs(recipe: R, seeds: Sequence[int] | None, out: Path) -> list[tuple[R
     """
     if seeds is None:
         return [(recipe, out)]
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(
-            f"seeds is {list(seeds)}; expected one or more different numbers, one for each run."
-        )
+    differ = bool(seeds) and len(set(seeds)) == len(seeds)
+    check(differ, "seeds", list(seeds), "one or more different numbers, one for each run")
     return [(dataclasses.replace(recipe, seed=seed), out / f"seed-{seed}") for seed in seeds]
 
 
