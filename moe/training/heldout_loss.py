@@ -15,6 +15,7 @@ from moe.distributed.mesh import Mesh
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import target_losses
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.tracing.recorder import evaluation_mode
 
 TEXT_LOSS = "heldout/text_loss"
 """Name of the held-out loss on text tokens in metrics."""
@@ -121,24 +122,17 @@ def _evaluate_batches(
 ) -> TokenLosses:
     """Returns the target tokens of all held-out batches, of this rank's rows."""
     # Each rank of a mesh measures its own rows of every batch.
-    was_training = model.training
     rows = mesh.rows(held_out.source.batch_size) if mesh else ALL_ROWS
 
-    losses: list[Tensor] = []
-    labels: list[Tensor] = []
-    hits: list[Tensor] = []
-    model.eval()
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+    parts: list[TokenLosses] = []
+    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16)
+    with evaluation_mode(model), autocast:
         for index in range(held_out.num_batches):
             batch = held_out.source.batch(index, rows)
             if shuffled:
                 batch = held_out.source.batch(index + 1, rows) | {"labels": batch["labels"]}
-            tokens = token_losses(model, to_device(batch, model.device))
-            losses.append(tokens.losses)
-            labels.append(tokens.labels)
-            hits.append(tokens.hits)
-    model.train(was_training)
-    return TokenLosses(torch.cat(losses), torch.cat(labels), torch.cat(hits))
+            parts.append(token_losses(model, to_device(batch, model.device)))
+    return TokenLosses(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def token_losses(model: PreTrainedModel, batch: Batch) -> TokenLosses:
