@@ -160,11 +160,8 @@ def _host_config(model_class: Any, folder: Path, recipe: FinetuneRecipe) -> Any:
         check(value == default, name, value, f"{default}, {reason}")
 
     _set_dropout(config, settings.pop("dropout_rate"))
-    sparse = getattr(config, "sparse_layers", None)
-    if sparse is not None:
-        general = {name: settings.pop(name) for name in sparse.keys() & settings.keys()}
-        config.sparse_layers = {**sparse, **general, "layer": {**sparse["layer"], **settings}}
-    return config
+    is_sparse = getattr(config, "sparse_layers", None) is not None
+    return config.replaced(**settings) if is_sparse else config
 
 
 def _set_dropout(config: Any, rate: float) -> None:
