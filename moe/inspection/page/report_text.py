@@ -8,26 +8,19 @@ from moe.data.names import describe_languages
 from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.specialization import ClassTable, class_table
 from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
-from moe.models.card import experts_range
+from moe.models.card import describe_capacity, experts_range
 from moe.models.configuration import STMoEConfig
 from moe.tracing.trace import Trace, layer_name
 
 
 def size_sentence(config: STMoEConfig) -> str:
     """Returns the sizes of the model as a sentence."""
-    factors = []
-    for factor in (config.capacity_factor, config.eval_capacity_factor):
-        factors.append("none" if factor is None else f"{factor:g}")
-    capacity = f"capacity factor {factors[0]} in training and {factors[1]} in evaluation"
-    if config.expert_capacity is not None:
-        capacity = (
-            f"{config.expert_capacity} slots of an expert in each {config.rules.capacity_scope}"
-        )
     return (
         f"A sparse encoder-decoder of {config.num_parameters():,} parameters, of which one token uses "
         f"{config.num_active_parameters():,}: {config.num_layers} + {config.num_decoder_layers} blocks, "
         f"{config.num_sparse_encoder_layers} + {config.num_sparse_decoder_layers} sparse layers of "
-        f"{experts_range(config)} experts, at most {config.num_selected_experts} for each token; {capacity}."
+        f"{experts_range(config)} experts, at most {config.num_selected_experts} for each token; "
+        f"capacity: {describe_capacity(config)}."
     )
 
 
