@@ -7,7 +7,7 @@ stmoe inspect record --model runs/pretrain/model --text news=a.txt code=b.md --b
 from tqdm import tqdm
 
 from moe.checksums import model_fingerprint
-from moe.cli import Parser, integer, model_path
+from moe.cli import Parser, integer
 from moe.commands.routing_inputs import (
     add_inputs,
     command_text,
@@ -32,9 +32,6 @@ from moe.tracing.trace_file import TRACE_FILE, read_trace, record_to_folder
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect record", description="Records the routing of a text.")
-    parser.add_argument(
-        "--model", type=model_path, required=True, help="folder of a model with its tokenizer"
-    )
     parser.add_argument("--out", required=True, help="folder of the trace to write")
     parser.add_argument(
         "--best",

@@ -8,7 +8,7 @@ import platform
 from importlib.metadata import version
 
 from moe.checksums import model_fingerprint
-from moe.cli import Parser, model_path
+from moe.cli import Parser
 from moe.commands.routing_inputs import (
     add_inputs,
     command_text,
@@ -34,9 +34,6 @@ from moe.tracing.recorder import record_routing
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect report", description="Explains the routers.")
-    parser.add_argument(
-        "--model", type=model_path, required=True, help="folder of a model with its tokenizer"
-    )
     parser.add_argument("--out", required=True, help="the .html file to write")
     add_inputs(parser)
     return parser

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import find_class, load_model
 from moe.checksums import model_fingerprint
-from moe.cli import Parser, integer, path, real, word
+from moe.cli import Parser, integer, model_path, path, real, word
 from moe.commands.served_model import add_language_options
 from moe.data.language_codes import with_languages
 from moe.data.pair_files import COLUMNS, read_pairs
@@ -106,13 +106,17 @@ def with_tokenizer(folder: Path, model: Any, source: Path | str) -> InspectedMod
 
 
 def add_inputs(parser: Parser, *, required: bool = True) -> None:
-    """Adds the options for what is traced.
+    """Adds the options for what is traced, and by which model.
 
     Args:
         parser: The parser.
-        required: Whether routing is traced; else a model is measured, perhaps on nothing, and reads
-            the targets with the capacity of its config.
+        required: Whether the routing of --model is traced; else a model is measured, perhaps on
+            nothing, and reads the targets with the capacity of its config.
     """
+    if required:
+        parser.add_argument(
+            "--model", type=model_path, required=True, help="folder of a model with its tokenizer"
+        )
     sources = parser.add_mutually_exclusive_group(required=required)
     sources.add_argument(
         "--corpus",
