@@ -5,7 +5,6 @@ Comes after `trace`; it is an edit of every layer's plan, see `moe.sparse.editin
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -237,9 +236,8 @@ class _Player:
 def _examples_by_ids(part: StackTrace) -> dict[bytes, list[int]]:
     """Returns the numbers of the examples by the bytes of their token ids."""
     examples: dict[bytes, list[int]] = {}
-    starts = part.starts.tolist()
-    for example, (start, end) in enumerate(pairwise(starts)):
-        examples.setdefault(part.ids[start:end].numpy().tobytes(), []).append(example)
+    for example, ids in enumerate(part.ids.split(part.starts.diff().tolist())):
+        examples.setdefault(ids.numpy().tobytes(), []).append(example)
     return examples
 
 
