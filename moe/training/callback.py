@@ -50,12 +50,7 @@ class RouterStatsCallback(TrainerCallback):
         self._since_log: list[RouterStats] = []
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, *others: Any, model: Any = None, **kwargs: Any
     ) -> None:
         """Starts to watch the model.
 
