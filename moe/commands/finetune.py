@@ -364,11 +364,8 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
             if run.dev is not None and world.rank == 0:
                 print(best_sentence(folder))
 
-        if (
-            data.build_dev_scorer is not None
-            and recipe.mixture.dev_examples != 0
-            and world.rank == 0
-        ):
+        is_scored = data.build_dev_scorer is not None and recipe.mixture.dev_examples != 0
+        if is_scored and world.rank == 0:
             summary = write_summary(out, runs)
             if arguments.seeds is not None:
                 print(summary)
