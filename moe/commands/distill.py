@@ -228,10 +228,7 @@ def prepare_student(
     folder = out / STUDENT_FOLDER
     init = recipe.distillation.init
 
-    def is_missing() -> bool:
-        return not (arguments.resume and folder.exists())
-
-    if broadcast_from_rank_zero(is_missing):
+    if broadcast_from_rank_zero(lambda: not (arguments.resume and folder.exists())):
         # Every rank reads all batches: sums over ranks give the same means.
         gates = {}
         if init != "random":
