@@ -105,12 +105,11 @@ def _write_ctranslate2(options: Any, folder: Path) -> str:
             f"{source} has no tokenizer, whose vocabulary CTranslate2 needs. Save the model's tokenizer there."
         )
     with tempfile.TemporaryDirectory() as temporary:
-        converter = TransformersConverter(source)
+        converter = TransformersConverter(temporary if is_ours else source)
         # Ours is written as transformers' T5, which the converter reads. It scales the head of a model that is
         # called tied, which transformers 5 calls every T5.
         if is_ours:
             convert_checkpoint(options.model, Path(temporary), form="t5", dtype=torch.float32)
-            converter = TransformersConverter(temporary)
             load = converter.load_model
 
             def load_t5(*args: Any, **kwargs: Any) -> Any:
