@@ -486,9 +486,8 @@ def start_tokens(model: PreTrainedModel) -> list[int]:
         raise ConfigError(
             "The model has no decoder_start_token_id. Set it in model.generation_config."
         )
-    return (
-        [start] if settings.forced_bos_token_id is None else [start, settings.forced_bos_token_id]
-    )
+    forced = settings.forced_bos_token_id
+    return [start] if forced is None else [start, forced]
 
 
 def _bad_tokens(settings: Any) -> list[int]:
