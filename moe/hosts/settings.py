@@ -76,12 +76,11 @@ class HostSettings:
         check_number("load_balance_loss_weight", self.load_balance_loss_weight, least=0)
         check_number("router_z_loss_weight", self.router_z_loss_weight, least=0)
 
-        for name in _DERIVED:
-            if name in self.layer:
-                raise ConfigError(
-                    f"{name} cannot be set as a field: it follows from the host or from another "
-                    "setting. Leave it out."
-                )
+        for name in sorted(self.layer.keys() & _DERIVED):
+            raise ConfigError(
+                f"{name} cannot be set as a field: it follows from the host or from another "
+                "setting. Leave it out."
+            )
         _check_inputs(self.layer)
         sparse = self.encoder_blocks + self.decoder_blocks
         check(bool(sparse), "The sparse blocks of the host", sparse, "at least one in either stack")
