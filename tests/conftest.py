@@ -20,7 +20,7 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread():
     """Has torch compute on one thread: a dispatch mode sees no other, and many make small work slow."""
     threads = torch.get_num_threads()

@@ -35,7 +35,7 @@ def metric(folder, name):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, one_thread):
     """Runs the commands of the page in a folder, and returns it."""
     folder = tmp_path_factory.mktemp("translate")
     save_m2m100(folder / "facebook" / "m2m100_418M")
