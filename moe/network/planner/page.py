@@ -5,12 +5,13 @@ One HTML file with its style, its script and its numbers inside; it needs no net
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moe.checks import check
+from moe.inspection.html_page import render_page
 from moe.network.planner.page_layout import node_names, place_network
 from moe.network.planner.timing import NetworkPlan, NetworkTimer
 from moe.network.routes import find_routes, pair_keys
@@ -72,16 +73,11 @@ def render_network_page(
     numbers = _page_numbers(first.topology, simulations)
     text = json.dumps(numbers, ensure_ascii=False, separators=(",", ":"))
 
-    # The template escapes texts.
-    environment = Environment(
-        loader=PackageLoader("moe.network.planner"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"bytes": show_bytes, "seconds": show_seconds}
-    return environment.get_template("network_page.html").render(
+    return render_page(
+        "network_page.html",
+        Path(__file__).with_name("templates"),
+        show_bytes=show_bytes,
+        show_seconds=show_seconds,
         title=title,
         notes=notes,
         numbers=text.replace("<", "\\u003c"),
