@@ -52,7 +52,8 @@ def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
         return CriticalPath(np.empty(0, np.int64), latency=0.0, bandwidth=0.0, waiting=0.0)
 
     # The transfer that ends last counts in full.
-    events = _Events(table, timeline)
+    by_finish = np.argsort(timeline.finish)
+    by_release = np.argsort(timeline.released)
     row = int(np.argmax(timeline.finish))
     rows = [row]
     latency = float(timeline.finish[row] - timeline.released[row])
@@ -66,7 +67,7 @@ def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
             row = int(timeline.blocker[row])
             waiting += started - float(timeline.start[row])
         else:
-            row, by_arrival = events.cause(row)
+            row, by_arrival = _cause(row, table, timeline, by_finish, by_release)
             bandwidth += float(timeline.released[row] - timeline.start[row])
             latency += float(timeline.finish[row] - timeline.released[row]) * by_arrival
         rows.append(row)
@@ -76,52 +77,46 @@ def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
     return CriticalPath(path, latency=latency, bandwidth=bandwidth, waiting=waiting)
 
 
-class _Events:
-    """The ends of all transfers in order of time, to look up those at a moment."""
+def _cause(
+    row: int, table: Transfers, timeline: Timeline, by_finish: IntArray, by_release: IntArray
+) -> tuple[int, bool]:
+    """Returns the row that a row waited for, and whether it waited for its arrival.
 
-    def __init__(self, table: Transfers, timeline: Timeline) -> None:
-        self._table = table
-        self._timeline = timeline
+    Otherwise it waited until the interval that it writes had been sent.
 
-        # Two orders of the rows, and their times in those.
-        self._by_finish = np.argsort(timeline.finish)
-        self._by_release = np.argsort(timeline.released)
-        self._finish = timeline.finish[self._by_finish]
-        self._release = timeline.released[self._by_release]
+    Args:
+        row: Row of the table.
+        table: All transfers.
+        timeline: Their times.
+        by_finish: <int64>[T] rows in the order of `timeline.finish`.
+        by_release: <int64>[T] rows in the order of `timeline.released`.
+    """
+    moment = timeline.start[row]
 
-    def cause(self, row: int) -> tuple[int, bool]:
-        """Returns the row that a row waited for, and whether it waited for its arrival.
+    # Transfers that arrived then where this row reads or writes.
+    arrived = _at(moment, timeline.finish, by_finish)
+    touched = table.destination[arrived]
+    is_mine = (touched == table.source[row]) | (touched == table.destination[row])
+    rows = arrived[is_mine & _came_before(arrived, row, table)]
+    if len(rows):
+        return int(rows[-1]), True
 
-        Otherwise it waited until the interval that it writes had been sent.
-        """
-        table = self._table
-        moment = self._timeline.start[row]
-
-        # Transfers that arrived then where this row reads or writes.
-        arrived = _at(moment, self._finish, self._by_finish)
-        touched = table.destination[arrived]
-        is_mine = (touched == table.source[row]) | (touched == table.destination[row])
-        rows = arrived[is_mine & self._came_before(arrived, row)]
-        if len(rows):
-            return int(rows[-1]), True
-
-        # Transfers that were sent until then from where this row writes.
-        left = _at(moment, self._release, self._by_release)
-        is_mine = table.source[left] == table.destination[row]
-        rows = left[is_mine & self._came_before(left, row)]
-        return int(rows[-1]), False
-
-    def _came_before(self, rows: IntArray, row: int) -> np.ndarray:
-        """Returns <bool>[N] which rows share units with a row and are in an earlier step."""
-        table = self._table
-
-        # Both touch a unit, one before the other.
-        shares = (table.low[rows] < table.high[row]) & (table.high[rows] > table.low[row])
-        return shares & (table.step[rows] < table.step[row])
+    # Transfers that were sent until then from where this row writes.
+    left = _at(moment, timeline.released, by_release)
+    is_mine = table.source[left] == table.destination[row]
+    rows = left[is_mine & _came_before(left, row, table)]
+    return int(rows[-1]), False
 
 
-def _at(moment: float, times: FloatArray, rows: IntArray) -> IntArray:
+def _came_before(rows: IntArray, row: int, table: Transfers) -> np.ndarray:
+    """Returns <bool>[N] which rows share units with a row and are in an earlier step."""
+    # Both touch a unit, one before the other.
+    shares = (table.low[rows] < table.high[row]) & (table.high[rows] > table.low[row])
+    return shares & (table.step[rows] < table.step[row])
+
+
+def _at(moment: float, times: FloatArray, order: IntArray) -> IntArray:
     """Returns the rows whose time is exactly a moment: times are copied, never computed twice."""
-    first = np.searchsorted(times, moment, side="left")
-    last = np.searchsorted(times, moment, side="right")
-    return rows[first:last]
+    first = np.searchsorted(times, moment, side="left", sorter=order)
+    last = np.searchsorted(times, moment, side="right", sorter=order)
+    return order[first:last]
