@@ -69,33 +69,25 @@ def survivals(mesh: MeshConfig, costs: FailureCosts) -> list[Survival]:
     Replica groups need replicas: a mesh of one has a restart alone.
     """
     # Lost work: on average half of the time between two checkpoints.
-    ways = [_survival("full restart", costs, costs.restart, costs.checkpoint / 2)]
+    ways = [("full restart", costs.restart, costs.checkpoint / 2, 0.0)]
     replicas = mesh.dp_replicate
-    if replicas == 1:
-        return ways
+    if replicas > 1:
+        # The others stall twice: when a group is lost, and when it is back. With constant work, one of
+        # them has two shares of a batch, and the rest wait for it. With a spare no work is missing,
+        # and one group in R + 1 is idle.
+        idle = costs.stall + costs.heal
+        slower = math.ceil(replicas / (replicas - 1))
+        ways += [
+            ("replica groups, constant work", idle, costs.restart * (1 - 1 / slower), 0.0),
+            ("replica groups, shrink", idle, costs.restart / replicas, 0.0),
+            ("replica groups and a spare", idle, 0.0, 1 / (replicas + 1)),
+        ]
 
-    # The others stall twice: when a group is lost, and when it is back.
-    idle = costs.stall + costs.heal
-    away = costs.restart
-
-    # One of the others has two shares of a batch, and the rest wait for it.
-    slower = math.ceil(replicas / (replicas - 1))
-    missing = away * (1 - 1 / slower)
-    ways.append(_survival("replica groups, constant work", costs, idle, missing))
-    missing = away / replicas
-    ways.append(_survival("replica groups, shrink", costs, idle, missing))
-
-    # No work is missing, and one group in R + 1 is idle.
-    name = "replica groups and a spare"
-    ways.append(_survival(name, costs, idle, 0.0, spare_share=1 / (replicas + 1)))
-    return ways
-
-
-def _survival(
-    name: str, costs: FailureCosts, idle: float, redone: float, spare_share: float = 0.0
-) -> Survival:
-    left = effective_time(idle + redone, costs.mtbf)
-    return Survival(name, idle, redone, spare_share, left * (1 - spare_share))
+    survivals = []
+    for name, idle, redone, spare_share in ways:
+        goodput = effective_time(idle + redone, costs.mtbf) * (1 - spare_share)
+        survivals.append(Survival(name, idle, redone, spare_share, goodput))
+    return survivals
 
 
 def parse_duration(name: str, text: str) -> float:
