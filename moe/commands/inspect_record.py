@@ -17,13 +17,7 @@ from moe.commands.routing_inputs import (
     tokenizer_fingerprint,
 )
 from moe.files import check_kind, output_path
-from moe.inspection.tables import (
-    HEALTH_HEADER,
-    balance_sentence,
-    format_table,
-    health_rows,
-    loss_sentence,
-)
+from moe.inspection.tables import health_text, loss_sentence
 from moe.parsing import printable
 from moe.tracing.recorder import Provenance
 from moe.tracing.trace_file import TRACE_FILE, read_trace, record_to_folder
@@ -78,8 +72,7 @@ def main(argv: list[str]) -> None:
     trace = read_trace(out)
     num_tokens = trace.encoder.ids.numel() + trace.decoder.ids.numel()
     megabytes = (out / TRACE_FILE).stat().st_size / 1e6
-    print(format_table(HEALTH_HEADER, health_rows(trace.layers)))
-    print(balance_sentence(trace.layers))
+    print(health_text(trace.layers))
     print(f"Traced: {printable(facts.text)}.")
     print(loss_sentence(trace))
     print(

@@ -20,13 +20,7 @@ from moe.files import output_path
 from moe.inspection.formatting import format_versions
 from moe.inspection.page.report_text import domain_sentences, tables_by_domain
 from moe.inspection.page.router_report import write_report
-from moe.inspection.tables import (
-    HEALTH_HEADER,
-    balance_sentence,
-    format_table,
-    health_rows,
-    loss_sentence,
-)
+from moe.inspection.tables import health_text, loss_sentence
 from moe.parsing import printable
 from moe.tracing.recorder import record_routing
 
@@ -76,8 +70,7 @@ def main(argv: list[str]) -> None:
         folder=options.model,
         facts=facts,
     )
-    print(format_table(HEALTH_HEADER, health_rows(trace.layers)))
-    print(balance_sentence(trace.layers))
+    print(health_text(trace.layers))
     if len(trace.facts.domains) > 1:
         print(*domain_sentences(tables_by_domain(trace)[0]), sep="\n")
     print(f"Traced: {printable(text)}.")

@@ -10,11 +10,7 @@ from moe.files import output_path
 from moe.inspection.page.panel_data import LayerClasses, read_ablation, view_classes
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
-from moe.inspection.statistics.routing_entropy import (
-    SENTINEL_HEADER,
-    sentinel_entropies,
-    sentinel_rows,
-)
+from moe.inspection.statistics.routing_entropy import sentinel_entropies, sentinel_table
 from moe.inspection.tables import format_table, loss_sentence
 from moe.parsing import printable
 from moe.tracing.trace import Trace, layer_name
@@ -56,9 +52,7 @@ def main(argv: list[str]) -> None:
 
     # The same as text.
     print(loss_sentence(trace))
-    print(
-        format_table(SENTINEL_HEADER, sentinel_rows(sentinel_entropies(trace, inspected.tokenizer)))
-    )
+    print(sentinel_table(sentinel_entropies(trace, inspected.tokenizer)))
     print()
     print(class_summary(trace, classes))
     print(f"The page is {printable(out.resolve())}.")

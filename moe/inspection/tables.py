@@ -158,6 +158,11 @@ def balance_sentence(layers: Sequence[LayerTrace]) -> str:
 # Plain text
 
 
+def health_text(layers: Sequence[LayerTrace]) -> str:
+    """Returns the table of `health_rows`, and below it `balance_sentence`."""
+    return f"{format_table(HEALTH_HEADER, health_rows(layers))}\n{balance_sentence(layers)}"
+
+
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns an aligned plain-text table."""
     lines = [header, *rows]

@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from moe.estimates import Estimate, student_half_width
 from moe.inspection.statistics.specialization import one_hot_first
 from moe.inspection.statistics.token_classes import classify
+from moe.inspection.tables import format_table
 from moe.tracing.trace import STACKS, LayerTrace, Trace, layer_name
 
-SENTINEL_HEADER = ["sparse layer", "sentinels", "all tokens", "even (ln E)", "sentinel tokens"]
+_SENTINEL_HEADER = ["sparse layer", "sentinels", "all tokens", "even (ln E)", "sentinel tokens"]
 
 
 def sentinel_entropies(trace: Trace, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
@@ -60,8 +61,8 @@ def sentinel_entropies(trace: Trace, tokenizer: PreTrainedTokenizerFast) -> list
     return rows
 
 
-def sentinel_rows(entropies: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns the rows of `sentinel_entropies` as text under SENTINEL_HEADER."""
+def sentinel_table(entropies: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the rows of `sentinel_entropies` as text."""
     rows = []
     for row in entropies:
         cells = []
@@ -70,7 +71,7 @@ def sentinel_rows(entropies: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             interval = f"({estimate.low:.2f} to {estimate.high:.2f})"
             cells.append(f"{estimate.value:.2f} {interval}" if is_known else "-")
         rows.append([row["layer"], *cells, f"{row['even']:.2f}", f"{row['sentinel_tokens']:,}"])
-    return rows
+    return format_table(_SENTINEL_HEADER, rows)
 
 
 def class_entropy(layer: LayerTrace, members: Tensor, document: Tensor) -> Estimate:
