@@ -205,12 +205,8 @@ def search_beams(
             batch = inputs[start : start + max_batch]
             rows = {"input_ids": [tokens for _, tokens in batch]}
             encoded = tokenizer.pad(rows, return_tensors="pt").to(model.device)
-            generated = model.generate(
-                input_ids=encoded["input_ids"],
-                attention_mask=encoded["attention_mask"],
-                max_new_tokens=max_new_tokens,
-                num_beams=num_beams,
-            )
+            options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
+            generated = model.generate(**encoded, **options)
             decoded = tokenizer.batch_decode(generated, skip_special_tokens=True)
             for (number, _), text in zip(batch, decoded, strict=True):
                 answers[number] = Answer(number, text)

@@ -235,8 +235,7 @@ def _generate(
                 {"input_ids": [inputs[number] for number in numbers]}, return_tensors="pt"
             ).to(model.device)
             tokens = model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
+                **batch,
                 max_new_tokens=ANSWER_TOKENS,
                 do_sample=False,
                 num_beams=1,
