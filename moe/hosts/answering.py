@@ -66,7 +66,8 @@ def load_with_tokenizer(
     files = find_tokenizer_files(source, {}).values()
     folder = next((path.parent for path in files), source)
     tokenizer = with_languages(load_tokenizer(folder), source_language, target_language)
-    options["device"] = options.get("device") or fastest_device()
+    fastest = "cuda" if torch.cuda.is_available() else "cpu"
+    options["device"] = options.get("device") or fastest
     model = load_model(source, dropless=True, **options)
 
     # Translators search beams by default, which is the caller's choice here.
@@ -75,8 +76,3 @@ def load_with_tokenizer(
     if getattr(tokenizer, "tgt_lang", "") is None and generation.forced_bos_token_id is None:
         raise ConfigError("No language of the answers was given. Add --target-language CODE.")
     return model, tokenizer
-
-
-def fastest_device() -> str:
-    """Returns the type of the fastest device of this process."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
