@@ -8,13 +8,7 @@ from moe.cli import Parser, model_path
 from moe.commands.routing_inputs import add_batches, add_trace, command_text, load_traced
 from moe.files import output_path
 from moe.inspection.ablation.ablate import ablate_experts
-from moe.inspection.ablation.ablation_table import (
-    answer_table,
-    class_verdicts,
-    effect_table,
-    top_effects_text,
-    verdict_table,
-)
+from moe.inspection.ablation.ablation_table import ablation_text
 from moe.inspection.ablation.interventions import INTERVENTIONS
 from moe.inspection.page.panel_data import write_ablation
 from moe.inspection.statistics.token_classes import classify
@@ -59,13 +53,5 @@ def main(argv: list[str]) -> None:
     # The file holds all results; only significant ones are printed.
     write_ablation(ablation, trace, tokenizer, out, command_text("ablate", argv))
     print(loss_sentence(trace))
-    print(effect_table(ablation))
-    print()
-    shown = [verdict for verdict in class_verdicts(ablation) if verdict.answer == "yes"]
-    print(verdict_table(shown) if shown else "No expert was shown to be for a class of tokens.")
-    print()
-    print(top_effects_text(ablation))
-    if ablation.recalled.any():
-        print()
-        print(answer_table(ablation))
+    print(ablation_text(ablation))
     print(f"The ablation is in {printable(out)}.")

@@ -246,6 +246,18 @@ ANSWER_HEADER = [
 ]
 
 
+def ablation_text(ablation: Ablation) -> str:
+    """Returns effects, classes that experts were shown to serve, largest effects, and lost answers."""
+    shown = [verdict for verdict in class_verdicts(ablation) if verdict.answer == "yes"]
+    verdicts = "No expert was shown to be for a class of tokens."
+    if shown:
+        verdicts = verdict_table(shown)
+    texts = [effect_table(ablation), verdicts, top_effects_text(ablation)]
+    if ablation.recalled.any():
+        texts.append(answer_table(ablation))
+    return "\n\n".join(texts)
+
+
 def effect_table(ablation: Ablation) -> str:
     """Returns the effects of all experts as text."""
     rows = []
