@@ -101,9 +101,7 @@ def build_run(
     check_run_fits(recipe, config, world.size, source.lengths)
     held_out = None
     if data.dev_pairs and training.held_out_batches:
-        unseen = PairSource(
-            data.dev_pairs, tokenizer, **_row_settings(recipe), keep_in=cache_folder()
-        )
+        unseen = PairSource(data.dev_pairs, tokenizer, **_row_settings(recipe))
         without = SpecialIds(*pad_and_eos(tokenizer), len(tokenizer), num_sentinels=0)
         ids = SpecialIds.of(tokenizer) if has_sentinels(tokenizer) else without
         held_out = HeldOut(unseen, training.held_out_batches, ids)
@@ -141,17 +139,16 @@ def build_training_source(
     recipe: FinetuneRecipe, data: FinetuningData, tokenizer: PreTrainedTokenizerFast
 ) -> BatchSource:
     """Returns the batches of training pairs."""
-    settings = _row_settings(recipe)
     mixture = recipe.mixture
     train_pairs = {}
     for name, pairs in data.train.items():
         train_pairs[name] = choose_examples(pairs, mixture.train_examples, recipe.seed)
     rates = {"maximum": mixture.maximum, "temperature": mixture.temperature}
-    return build_source(train_pairs, tokenizer, **rates, **settings, keep_in=cache_folder())
+    return build_source(train_pairs, tokenizer, **rates, **_row_settings(recipe))
 
 
 def _row_settings(recipe: FinetuneRecipe) -> dict[str, Any]:
-    """Returns how rows of pairs are made, as arguments of `PairSource`."""
+    """Returns how rows of pairs are made and kept, as arguments of `PairSource`."""
     data = recipe.data
     return {
         "inputs_length": data.inputs_length,
@@ -160,6 +157,7 @@ def _row_settings(recipe: FinetuneRecipe) -> dict[str, Any]:
         "sentinels": data.sentinels,
         "batch_size": recipe.training.batch_size,
         "seed": recipe.seed,
+        "keep_in": cache_folder(),
     }
 
 
@@ -342,11 +340,8 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         runs = seed_runs(recipe, arguments.seeds, out)
         find_replica_groups(recipe.mesh, world)
 
-        def check_folders() -> None:
-            for _, folder in runs:
-                refuse_to_overwrite(folder, arguments.resume)
-
-        broadcast_from_rank_zero(check_folders)
+        for _, folder in runs:
+            broadcast_from_rank_zero(partial(refuse_to_overwrite, folder, arguments.resume))
         finetuning_config(pretrained, recipe)
 
         data = read_data(recipe, arguments, world)
