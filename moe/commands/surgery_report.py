@@ -95,7 +95,7 @@ def measure(model: Any, batches: Sequence[TracedBatch]) -> Measured:
     model.eval()
     for traced in batches:
         batch = traced.batch
-        targets_per_example = (batch["labels"] != -100).sum(dim=1).tolist()
+        targets_per_example = (batch["labels"] != IGNORED_LABEL).sum(dim=1).tolist()
         of_targets = token_losses(model, batch).losses.split(targets_per_example)
         losses += [example.sum().item() for example in of_targets]
         counts += targets_per_example
