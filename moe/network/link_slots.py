@@ -54,20 +54,6 @@ class Hops(NamedTuple):
     link: IntArray
 
 
-class Choice(NamedTuple):
-    """The first free slot on each link of a message.
-
-    Attributes:
-        start: <float64>[H] earliest start of the message that this slot allows.
-        begin: <float64>[H] when the slot begins.
-        gap: <int64>[H] gap of the link in which the slot is; -1 for the time after all slots.
-    """
-
-    start: FloatArray
-    begin: FloatArray
-    gap: IntArray
-
-
 class LinkSlots:
     """The occupied slots of all links, and the gaps between them.
 
@@ -117,26 +103,26 @@ class LinkSlots:
             slack = messages.flow[row] - work
 
             # Delay messages until all links of a route have a slot for the same start.
-            choice = self._choose(link, start[row], work, slack)
-            latest = np.maximum.reduceat(choice.start, first_hops)
+            slot_start, begin, gap = self._choose(link, start[row], work, slack)
+            latest = np.maximum.reduceat(slot_start, first_hops)
             while (latest > start[message]).any():
-                is_last = choice.start == np.repeat(latest, num_hops)
-                is_last &= choice.start > start[row]
+                is_last = slot_start == np.repeat(latest, num_hops)
+                is_last &= slot_start > start[row]
 
                 # The first of the links that become free last identifies the preceding transfer.
                 held = np.flatnonzero(is_last)[::-1]
-                gap = choice.gap[held]
-                row_before_gap = self._gap_row[link[held], gap]
-                blocker[row[held]] = np.where(gap >= 0, row_before_gap, self._last_row[link[held]])
+                row_before_gap = self._gap_row[link[held], gap[held]]
+                last_row = self._last_row[link[held]]
+                blocker[row[held]] = np.where(gap[held] >= 0, row_before_gap, last_row)
                 start[message] = latest
-                choice = self._choose(link, start[row], work, slack)
-                latest = np.maximum.reduceat(choice.start, first_hops)
-            self._take(link, choice, work, messages.rows.start + row)
+                slot_start, begin, gap = self._choose(link, start[row], work, slack)
+                latest = np.maximum.reduceat(slot_start, first_hops)
+            self._take(link, begin, gap, begin + work, messages.rows.start + row)
         return start, blocker
 
     def _choose(
         self, link: IntArray, earliest: FloatArray, work: FloatArray, slack: FloatArray
-    ) -> Choice:
+    ) -> tuple[FloatArray, FloatArray, IntArray]:
         """Returns the first free slot of each link for a message that may start at `earliest`.
 
         Args:
@@ -144,6 +130,10 @@ class LinkSlots:
             earliest: <float64>[H] earliest start of the message.
             work: <float64>[H] length of the slot in seconds.
             slack: <float64>[H] seconds by which the slot may begin after the message starts.
+
+        Returns:
+            <float64>[H] earliest start of the message that the slot allows, <float64>[H] when the
+            slot begins, and <int64>[H] gap of the link in which it is; -1 for the time after all slots.
         """
         end = self._end[link]
         start = np.maximum(earliest, end - slack)
@@ -171,26 +161,26 @@ class LinkSlots:
             start[late] = best[is_better]
             begin[late] = slot[is_better]
             gap[late] = place[is_better]
-        return Choice(start=start, begin=begin, gap=gap)
+        return start, begin, gap
 
-    def _take(self, link: IntArray, choice: Choice, work: FloatArray, table_row: IntArray) -> None:
-        """Gives the chosen slots to transfers; no link is chosen twice."""
-        over = choice.begin + work
-        in_gap = choice.gap >= 0
+    def _take(
+        self, link: IntArray, begin: FloatArray, gap: IntArray, end: FloatArray, table_row: IntArray
+    ) -> None:
+        """Gives slots, from begin to end, to transfers; no link is chosen twice."""
+        in_gap = gap >= 0
 
         # After all slots: the time before the new slot is a gap.
         tail = link[~in_gap]
-        begin = choice.begin[~in_gap]
-        self._remember(tail, self._end[tail], begin, self._last_row[tail])
-        self._end[tail] = over[~in_gap]
+        self._remember(tail, self._end[tail], begin[~in_gap], self._last_row[tail])
+        self._end[tail] = end[~in_gap]
         self._last_row[tail] = table_row[~in_gap]
 
         # In a gap: the part before the slot replaces the gap, the part after it is a new gap.
         inner = link[in_gap]
-        place = choice.gap[in_gap]
+        place = gap[in_gap]
         closes = self._gap_end[inner, place]
-        self._gap_end[inner, place] = choice.begin[in_gap]
-        self._remember(inner, over[in_gap], closes, table_row[in_gap])
+        self._gap_end[inner, place] = begin[in_gap]
+        self._remember(inner, end[in_gap], closes, table_row[in_gap])
 
     def _remember(
         self, link: IntArray, begin: FloatArray, end: FloatArray, row_before: IntArray
