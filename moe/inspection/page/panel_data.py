@@ -128,20 +128,19 @@ def view_classes(
 
         # All layers of a stack are shuffled alike, so that p-values hold for all of them jointly.
         p_values: list[list[torch.Tensor]] = []
-        for classes in groups:
-            unknown = torch.full((len(classes.names), 1), math.nan)
-            p_values.append([unknown for _ in part.layers])
         if has_p_values:
             options = {"num_permutations": num_permutations, "seed": seed}
             p_values = class_p_values(part, groups, trace.document, **options)
 
-        rows: list[list[ClassRow]] = [[] for _ in part.layers]
-        for classes, of_group in zip(groups, p_values, strict=True):
-            for layer, of_layer, p_value in zip(part.layers, rows, of_group, strict=True):
+        for layer_index, layer in enumerate(part.layers):
+            rows = []
+            for group_index, classes in enumerate(groups):
                 table = class_table(layer, classes)
-                p_value = p_value.expand(table.share.shape)
+                p_value = torch.full_like(table.share, math.nan)
+                if has_p_values:
+                    p_value = p_values[group_index][layer_index]
                 for number, name in enumerate(classes.names):
-                    of_layer.append(
+                    rows.append(
                         ClassRow(
                             name=name,
                             num_tokens=int(table.tokens[number]),
@@ -151,8 +150,7 @@ def view_classes(
                             entropy=class_entropy(layer, classes.members[number], document),
                         )
                     )
-        for layer, of_layer in zip(part.layers, rows, strict=True):
-            tables.append(LayerClasses(layer.key, of_layer))
+            tables.append(LayerClasses(layer.key, rows))
     return tables
 
 
