@@ -168,10 +168,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, *rows]
 
     # Columns are as wide as their widest cell.
-    widths = [0] * len(header)
-    for line in lines:
-        for column in range(len(header)):
-            widths[column] = max(widths[column], len(line[column]))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
     texts = []
     for line in lines:
