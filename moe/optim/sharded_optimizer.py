@@ -286,7 +286,10 @@ def matrix_norms(
     tensors: tuple[Tensor, ...], batch_dims: int, sharding: MatrixSharding
 ) -> SumsOverRanks:
     """Returns the norm of each of <float>[..., n, m] by matrix, <float>[..., 1, 1]."""
-    norms = [_norm(x, tuple(range(batch_dims, x.ndim))) for x in tensors]
+    norms = []
+    for x in tensors:
+        matrix_dims = tuple(range(batch_dims, x.ndim))
+        norms.append(torch.linalg.vector_norm(x, dim=matrix_dims, keepdim=True))
 
     # Sums of squares are added over ranks, roots are not.
     if sharding.groups:
@@ -294,7 +297,3 @@ def matrix_norms(
         for norm in norms:
             norm.sqrt_()
     return norms
-
-
-def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()

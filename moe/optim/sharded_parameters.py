@@ -203,11 +203,9 @@ def sum_in_place(partial_sums: Iterable[PartialSum]) -> None:
         dist.all_reduce(flat, group=groups[group_name])
 
         # Each part gets its piece of the sum back.
-        start = 0
-        for part in parts:
-            end = start + part.numel()
-            part.copy_(flat[start:end].view_as(part))
-            start = end
+        sums = flat.split([part.numel() for part in parts])
+        for part, total in zip(parts, sums, strict=True):
+            part.copy_(total.view_as(part))
 
 
 def _sharded_dim(placement: Placement) -> int | None:
