@@ -8,6 +8,7 @@ experts.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import chain
@@ -157,11 +158,10 @@ def collectives(
     parts.append(_statistics_collectives(stacks, counts_first=passes.counts_first))
 
     # Equal ones as one.
-    num_calls: dict[tuple[str, str, Kind, float], int] = {}
+    num_calls: Counter[tuple[str, str, Kind, float]] = Counter()
     for part in chain.from_iterable(parts):
         if part.sent_bytes(mesh):
-            key = (part.what, part.axis, part.kind, part.payload_bytes)
-            num_calls[key] = num_calls.get(key, 0) + part.num_calls
+            num_calls[part.what, part.axis, part.kind, part.payload_bytes] += part.num_calls
     return tuple(Collective(*key, calls) for key, calls in num_calls.items())
 
 
@@ -277,11 +277,9 @@ def _optimizer_collectives(
 ) -> Iterator[Collective]:
     """Yields the sums of the optimizer over the axes that shard a parameter."""
     spec = OPTIMIZERS.get(workload.optimizer)
-    numel_by_axes: dict[tuple[str, ...], int] = {}
+    numel_by_axes: Counter[tuple[str, ...]] = Counter()
     for layout in layouts.values():
-        summed = spec.summed_elements(layout, mesh, **workload.optimizer_options)
-        for axes, numel in summed.items():
-            numel_by_axes[axes] = numel_by_axes.get(axes, 0) + numel
+        numel_by_axes.update(spec.summed_elements(layout, mesh, **workload.optimizer_options))
 
     for axes, numel in numel_by_axes.items():
         num_bytes = numel * FLOAT32_BYTES
