@@ -8,8 +8,7 @@ large ones the bandwidth.
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -115,8 +114,13 @@ def _rate(target: IntArray, rank: int, device: torch.device) -> Rate:
     for numel, num_steps in _STEPS.items():
         sent = torch.zeros(numel, device=device)
         received = torch.empty(numel, device=device)
-        exchange = partial(_exchange, sent, destination, received, source, num_steps)
-        seconds[numel] = _least_seconds(exchange, device) / num_steps
+
+        # Other work on the machine only adds to the time.
+        repeats = [
+            _exchange_seconds(sent, destination, received, source, num_steps)
+            for _ in range(_REPEATS)
+        ]
+        seconds[numel] = min(repeats) / num_steps
 
     # A line through the two large messages; noise must not make it flat.
     small, large = _LARGE
@@ -125,32 +129,23 @@ def _rate(target: IntArray, rank: int, device: torch.device) -> Rate:
     return Rate(bandwidth=num_bytes / longer, latency=seconds[_SMALL])
 
 
-def _exchange(
+def _exchange_seconds(
     sent: torch.Tensor, destination: int, received: torch.Tensor, source: int, num_steps: int
-) -> None:
+) -> float:
+    """Returns the seconds that the slowest rank takes for some exchanges in a row."""
+    device = sent.device
+    dist.barrier()
+    start = time.perf_counter()
     for _ in range(num_steps):
         send = dist.P2POp(dist.isend, sent, destination)
         receive = dist.P2POp(dist.irecv, received, source)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
-
-
-def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the least over repeats of the seconds that the slowest rank takes.
-
-    Other work on the machine only adds to it.
-    """
-    repeats = []
-    for _ in range(_REPEATS):
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        repeats.append(float(slowest))
-    return min(repeats)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def _with_rates(
