@@ -35,13 +35,11 @@ class PendingBlocks(NamedTuple):
     """Blocks of rows under way.
 
     Attributes:
-        group: The ranks.
         execution: The steps.
         buffer: <any>[N, ...] all rows that pass through this rank.
         arriving: Rows of the buffer for this rank, sorted by their origin rank.
     """
 
-    group: ProcessGroup | None
     execution: Execution
     buffer: Tensor
     arriving: tuple[slice, ...]
@@ -78,16 +76,14 @@ class BlockRoute(NamedTuple):
         """
         # Copy this rank's rows into the buffer.
         buffer = x.new_empty(self.num_rows, *x.shape[1:])
-        start = 0
-        for span in self.leaving:
-            stop = start + span.stop - span.start
-            buffer[span] = x[start:stop]
-            start = stop
-        assert start == len(x), f"{len(x)} rows for a route of {start}"
+        num_rows = [span.stop - span.start for span in self.leaving]
+        assert sum(num_rows) == len(x), f"{len(x)} rows for a route of {sum(num_rows)}"
+        for span, rows in zip(self.leaving, x.split(num_rows), strict=True):
+            buffer[span] = rows
 
         # The first step is sent at once.
         execution = Execution(self.steps, buffer, self.group)
-        return PendingBlocks(self.group, execution, buffer, self.arriving)
+        return PendingBlocks(execution, buffer, self.arriving)
 
 
 class ScheduledStep(NamedTuple):
