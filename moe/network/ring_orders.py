@@ -104,13 +104,17 @@ def pair_rows(grid: IntArray) -> IntArray:
     """
     check(grid.ndim >= 2, "shape of a mesh", grid.shape, "two axes or more, to pair rows")
     *others, num_rows, width = grid.shape
-    check(
-        num_rows % 2 == 0, "number of lines to pair", num_rows, "an even number of rows or columns"
-    )
+    check_paired(num_rows)
 
     pairs = grid.reshape(*others, num_rows // 2, 2, width)
     back = pairs[..., 1, ::-1]
     return np.concatenate([pairs[..., 0, :], back], axis=-1)
+
+
+def check_paired(num_rows: int) -> None:
+    """Raises a ConfigError unless a number of rows can be paired."""
+    expected = "an even number of rows or columns"
+    check(num_rows % 2 == 0, "number of lines to pair", num_rows, expected)
 
 
 def survivor_order(topology: Topology) -> IntArray:

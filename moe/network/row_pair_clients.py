@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe.checks import check
-from moe.network.ring_orders import BoolArray, fold, pair_rows
+from moe.network.ring_orders import BoolArray, check_paired, fold, pair_rows
 from moe.network.rings import grid_all_reduce, ring_bounds, ring_reduce_scatter
 from moe.network.schedule import IntArray, Schedule, beside, intervals, split_evenly, transfers
 
@@ -88,12 +88,7 @@ def find_dead_columns(grid: IntArray, dead: Collection[int]) -> BoolArray:
         ConfigError: If Y is odd, or only one rank of a pair is dead.
     """
     check(grid.ndim == 2, "shape of a mesh with holes", grid.shape, "two axes")
-    check(
-        len(grid) % 2 == 0,
-        "number of lines to pair",
-        len(grid),
-        "an even number of rows or columns",
-    )
+    check_paired(len(grid))
     is_dead = np.isin(grid, list(dead))
     upper = is_dead[::2]
 
