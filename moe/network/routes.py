@@ -115,8 +115,8 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
 
     # All pairs take a hop at a time.
     node = source
-    pairs: list[IntArray] = []
-    links: list[IntArray] = []
+    pairs = [np.empty(0, np.int64)]
+    links = [np.empty(0, np.int64)]
     for axis in reversed(range(len(topology.shape))):
         size = topology.shape[axis]
 
@@ -132,8 +132,6 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
             links.append(topology.find_links(node[moves], following[moves]))
             node = following
 
-    if not pairs:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
     pair = np.concatenate(pairs)
     link = np.concatenate(links)
 

@@ -120,13 +120,11 @@ def _seconds_below(limit: float, item: Suggestion, timer: NetworkTimer) -> float
 def _estimated(plan: Plan, placement: Placement, network: Network) -> Suggestion:
     """Returns a placement with the cost of all its collectives by the formula."""
     # Groups of an axis are the same for all its collectives.
-    groups: dict[str, Groups] = {}
+    axes = {collective.axis for collective in plan.collectives}
+    groups = {axis: placement.groups(axis) for axis in axes}
     seconds = 0.0
     for collective in plan.collectives:
-        axis = collective.axis
-        if axis not in groups:
-            groups[axis] = placement.groups(axis)
-        seconds += estimated_seconds(collective, groups[axis], network.topology)
+        seconds += estimated_seconds(collective, groups[collective.axis], network.topology)
     return Suggestion(plan, placement, seconds)
 
 

@@ -336,9 +336,8 @@ class NetworkTimer:
         algorithms = _algorithms(kind, groups.layout)
         num_groups, size = groups.ranks.shape
         is_long = 2 * num_groups * size * (size - 1) > _MOST_TRANSFERS
-        long_rings = {name for name, one in algorithms.items() if one.is_one_ring and is_long}
         layouts = self._layouts(axis)
-        short = {name: one for name, one in algorithms.items() if name not in long_rings}
+        short = {name: one for name, one in algorithms.items() if not (one.is_one_ring and is_long)}
         unfit = _unfit(short, layouts)
         if len(unfit) == len(short):
             short = algorithms
