@@ -154,9 +154,7 @@ def class_verdicts(ablation: Ablation, *, margin: float = MARGIN) -> list[ClassV
         margin: Advantage in nats for each token below which an expert is not for a class. A larger
             one gives more `no`.
     """
-    num_cells = 0
-    for layer in ablation.layers:
-        num_cells += layer.load.numel() * (len(layer.sets) - 1)
+    num_cells = sum(layer.load.numel() * (len(layer.sets) - 1) for layer in ablation.layers)
     level = 1 - (1 - CONFIDENCE) / max(1, num_cells)
 
     verdicts: list[ClassVerdict] = []

@@ -47,7 +47,7 @@ def list_targets(batches: Sequence[TracedBatch]) -> Targets:
     examples: list[Tensor] = []
     documents: list[Tensor] = []
     input_examples: list[Tensor] = []
-    number_of_document: dict[int, int] = {}
+    number_of: dict[int, int] = {}  # of a document, by its name
     num_examples = 0
     for batch, row_documents, *_ in batches:
         if "labels" not in batch or "segment_ids" in batch:
@@ -60,10 +60,7 @@ def list_targets(batches: Sequence[TracedBatch]) -> Targets:
         labels = batch["labels"].cpu()
         example = torch.arange(labels.shape[0]) + num_examples  # [B]
         num_examples += labels.shape[0]
-        numbers: list[int] = []
-        for name in row_documents:
-            new_number = len(number_of_document)
-            numbers.append(number_of_document.setdefault(name, new_number))
+        numbers = [number_of.setdefault(name, len(number_of)) for name in row_documents]
         document = torch.tensor(numbers)  # [B]
 
         # The same for each target token.
@@ -90,7 +87,7 @@ def list_targets(batches: Sequence[TracedBatch]) -> Targets:
         sizes=sizes,
         input_example=torch.cat(input_examples),
         num_examples=num_examples,
-        num_documents=len(number_of_document),
+        num_documents=len(number_of),
     )
 
 
