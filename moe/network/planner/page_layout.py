@@ -145,12 +145,9 @@ def _place_squares(topology: Topology) -> Layout:
     labels = []
     top = 0.0
     widest = 1
-    for pair in sorted(
-        set(zip(kind[links.source].tolist(), kind[links.destination].tolist(), strict=True))
-    ):
-        rows = np.flatnonzero(
-            (kind[links.source] == pair[0]) & (kind[links.destination] == pair[1])
-        )
+    kinds_of_ends = np.stack([kind[links.source], kind[links.destination]], axis=1)  # [links, 2]
+    for pair in np.unique(kinds_of_ends, axis=0).tolist():
+        rows = np.flatnonzero((kinds_of_ends == pair).all(axis=1))
         labels.append(
             (f"{len(rows)} links, {names[pair[0]]} to {names[pair[1]]}", 0.0, top + 0.7 * _HEAD)
         )
