@@ -237,14 +237,10 @@ def _half_ring(topology: Topology, num_units: int) -> Schedule:
     return around(topology, num_units, survivor_order(topology))
 
 
-def _axes(topology: Topology, num_units: int) -> Schedule:
+def _axes(topology: Topology, num_units: int, *, rotates_axes: bool) -> Schedule:
     check(not topology.switched, "network", topology.name, "a grid")
-    return along_axes(topology, num_units)
-
-
-def _rotated_axes(topology: Topology, num_units: int) -> Schedule:
-    check(not topology.switched, "network", topology.name, "a grid")
-    return along_axes(topology, num_units, num_slices=len(topology.shape))
+    num_slices = len(topology.shape) if rotates_axes else 1
+    return along_axes(topology, num_units, num_slices=num_slices)
 
 
 def _two_level(topology: Topology, num_units: int) -> Schedule:
@@ -257,8 +253,8 @@ for _name, _build in {
     "direct": direct,
     "ring": _ring,
     "half_ring": _half_ring,
-    "axes": _axes,
-    "rotated_axes": _rotated_axes,
+    "axes": partial(_axes, rotates_axes=False),
+    "rotated_axes": partial(_axes, rotates_axes=True),
     "two_level": _two_level,
 }.items():
     ALL_TO_ALL.add(_name, Algorithm(_build))

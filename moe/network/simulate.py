@@ -93,8 +93,7 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
         ready = np.maximum(sources.largest(buffers.final), destinations.largest(buffers.free))
 
         # Slots on the links of the routes.
-        hop_row, hop_link = routes.hops(messages.pair)
-        hops = Hops(row=hop_row, link=hop_link)
+        hops = Hops(*routes.hops(messages.pair))
         start, blocker = slots.serve(messages, hops, ready)
 
         released = start + messages.flow
@@ -107,7 +106,7 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
         timeline.released[messages.rows] = released
         timeline.finish[messages.rows] = finish
         timeline.blocker[messages.rows] = blocker
-        np.add.at(link_bytes, hop_link, messages.bytes[hop_row])
+        np.add.at(link_bytes, hops.link, messages.bytes[hops.row])
 
     return Simulation(
         schedule=schedule,
