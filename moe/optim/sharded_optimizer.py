@@ -125,9 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
         # Saved states are numbered in the order of the groups.
-        parameters: list[Tensor] = []
-        for group in self.param_groups:
-            parameters += group["params"]
+        parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
 
         # Once more, as they were saved.
         for index, saved in state_dict["state"].items():
@@ -286,10 +284,8 @@ def matrix_norms(
     tensors: tuple[Tensor, ...], batch_dims: int, sharding: MatrixSharding
 ) -> SumsOverRanks:
     """Returns the norm of each of <float>[..., n, m] by matrix, <float>[..., 1, 1]."""
-    norms = []
-    for x in tensors:
-        matrix_dims = tuple(range(batch_dims, x.ndim))
-        norms.append(torch.linalg.vector_norm(x, dim=matrix_dims, keepdim=True))
+    matrix_dims = tuple(range(batch_dims, tensors[0].ndim))
+    norms = [torch.linalg.vector_norm(x, dim=matrix_dims, keepdim=True) for x in tensors]
 
     # Sums of squares are added over ranks, roots are not.
     if sharding.groups:
