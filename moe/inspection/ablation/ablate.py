@@ -126,12 +126,10 @@ def ablate_experts(
         # Every expert on every batch.
         total_loss = 0.0
         recalled: list[Tensor] = []
-        start = 0
         num_runs = len(batches) * sum(table.load.numel() for table in tables)
         bar = tqdm(total=num_runs, desc=f"Ablate ({intervention})", disable=not progress)
-        for number, (traced, size) in enumerate(zip(batches, targets.sizes, strict=True)):
-            part = slice(start, start + size)  # targets of this batch
-            start += size
+        parts = torch.arange(targets.document.numel()).split(targets.sizes)  # targets by batch
+        for number, (traced, part) in enumerate(zip(batches, parts, strict=True)):
             unchanged = run_unchanged(model, traced.batch)
             total_loss += float(unchanged.losses.sum())
             first = sum(map(len, recalled))
@@ -152,7 +150,7 @@ def ablate_experts(
 
     return Ablation(
         intervention=intervention,
-        loss=total_loss / start,
+        loss=total_loss / targets.document.numel(),
         num_targets=targets.document.numel(),
         num_documents=targets.num_documents,
         recalled=torch.cat(recalled),
