@@ -24,8 +24,8 @@ from moe.network.schedule import (
     IntArray,
     Schedule,
     Transfers,
-    beside,
     intervals,
+    one_payload,
     split_evenly,
     transfers,
 )
@@ -101,7 +101,7 @@ def around_both_ways(topology: Topology, num_units: int, order: IntArray) -> Sch
     ring = one_way_ring(len(order))
     forwards = _exchange(table // 2, order, [ring])
     backwards = _exchange(table - table // 2, order[::-1], [ring])
-    return _assembled([forwards, backwards])
+    return one_payload([forwards, backwards])
 
 
 def along_axes(topology: Topology, num_units: int, *, num_slices: int = 1) -> Schedule:
@@ -133,7 +133,7 @@ def along_axes(topology: Topology, num_units: int, *, num_slices: int = 1) -> Sc
         stages = [_hops_of_axis(topology, axis) for axis in axes]
         end = table * (index + 1) // num_slices
         slices.append(_exchange(end - table * index // num_slices, ranks, stages))
-    return _assembled(slices)
+    return one_payload(slices)
 
 
 def _hops_of_axis(topology: Topology, axis: int) -> Hops:
@@ -231,14 +231,3 @@ def _promised(rows: Transfers, starts: IntArray, counts: IntArray) -> Schedule:
         before=intervals(rank, starts[:, 0], ends[:, -1]),
         after=intervals(rank, starts, ends),
     )
-
-
-def _assembled(parts: Sequence[Schedule]) -> Schedule:
-    """Returns schedules that run at the same time, on consecutive ranges of units."""
-    num_units = sum(part.num_units for part in parts)
-    moved = []
-    first = 0
-    for part in parts:
-        moved.append(part.at(first, num_units))
-        first += part.num_units
-    return beside(moved)

@@ -14,12 +14,13 @@ order of axes or another direction, keep all links busy.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from moe.network.ring_orders import fold, pair_rows
-from moe.network.schedule import IntArray, Schedule, beside, intervals, split_evenly, transfers
+from moe.network.schedule import IntArray, Schedule, intervals, one_payload, split_evenly, transfers
 
 
 def ring_reduce_scatter(
@@ -137,10 +138,7 @@ def grid_reduce_scatter(
         high = _from_lines(bounds[:, 1:], grid.shape, axis)
 
     # One axis after the other.
-    schedule = phases[0]
-    for phase in phases[1:]:
-        schedule = schedule.then(phase)
-    return schedule
+    return reduce(Schedule.then, phases)
 
 
 def grid_all_reduce(ranks: ArrayLike, num_units: int, *, num_ranks: int | None = None) -> Schedule:
@@ -172,12 +170,11 @@ def coloured_all_reduce(
         num_ranks: Ranks of the schedule; defaults to those of an array.
     """
     # Colours share links, and no units.
-    bounds = split_evenly(num_units, len(colours))
+    sizes = np.diff(split_evenly(num_units, len(colours))).tolist()
     parts = []
-    for colour, low, high in zip(colours, bounds[:-1], bounds[1:], strict=True):
-        part = grid_all_reduce(colour, int(high - low), num_ranks=num_ranks)
-        parts.append(part.at(int(low), num_units))
-    return beside(parts)
+    for colour, size in zip(colours, sizes, strict=True):
+        parts.append(grid_all_reduce(colour, size, num_ranks=num_ranks))
+    return one_payload(parts)
 
 
 def torus_all_reduce(

@@ -17,7 +17,7 @@ from moe.checks import check
 from moe.network.ring_orders import BoolArray, fold
 from moe.network.rings import ring_reduce_scatter, ring_reduce_to
 from moe.network.row_pair_clients import find_dead_columns
-from moe.network.schedule import IntArray, Schedule, beside, split_evenly
+from moe.network.schedule import IntArray, Schedule, beside, one_payload, split_evenly
 
 _CHUNKS_OF_COLUMN = 2
 """Chunks of each lane, so that a band has about as many chunks as ranks."""
@@ -96,7 +96,7 @@ def row_band_all_reduce(
 
     forwards = _one_way_all_reduce(bands, middle, num_ranks, wraps=wraps)
     backwards = _one_way_all_reduce(turned, num_units - middle, num_ranks, wraps=wraps)
-    return beside([forwards.at(0, num_units), backwards.at(middle, num_units)])
+    return one_payload([forwards, backwards])
 
 
 def _one_way_all_reduce(

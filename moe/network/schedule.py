@@ -221,6 +221,17 @@ def beside(schedules: Sequence[Schedule]) -> Schedule:
     )
 
 
+def one_payload(parts: Sequence[Schedule]) -> Schedule:
+    """Returns schedules that run at the same time, on consecutive ranges of the units of one payload."""
+    num_units = sum(part.num_units for part in parts)
+    moved = []
+    first = 0
+    for part in parts:
+        moved.append(part.at(first, num_units))
+        first += part.num_units
+    return beside(moved)
+
+
 def split_evenly(num_units: int, num_parts: int) -> IntArray:
     """Returns the <int64>[num_parts + 1] bounds of parts whose sizes differ by at most one."""
     return np.arange(num_parts + 1, dtype=np.int64) * num_units // num_parts
