@@ -9,6 +9,7 @@ input, and prints its CPU time.
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -20,7 +21,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     inputs = torch.load(folder / "inputs.pt")
-    model = NllbMoeForConditionalGeneration.from_pretrained(folder).eval()
+    model: Any = NllbMoeForConditionalGeneration.from_pretrained(folder).eval()
     with torch.inference_mode():
         torch.save(model(**inputs).logits, folder / "logits.pt")
         print(transformers.__version__, flush=True)
