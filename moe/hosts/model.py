@@ -278,6 +278,8 @@ def register_host(record: Host) -> type[SparseHost]:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.forward_with_routers(*args, **kwargs)
 
+        forward.__doc__ = SparseHost.forward_with_routers.__doc__
+
     HOSTS.add(dense_config.model_type, Model)
 
     # As if they were written in the calling module, so that pickle finds them.

@@ -63,6 +63,11 @@ def test_every_host_has_a_tiny_model():
     assert sorted(TINY) == NAMES
 
 
+def test_help_on_the_forward_pass_of_a_host_says_what_it_adds():
+    for name in NAMES:
+        assert "losses of the routers" in HOSTS.get(name).forward.__doc__
+
+
 @each_host
 @pytest.mark.parametrize("training", [False, True])
 def test_a_host_and_its_upcycled_twin_agree(name, training):
