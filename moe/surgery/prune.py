@@ -285,7 +285,8 @@ def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> 
         key = keys.get(id(part))
         if key is not None and key in kept:
             for name in part.state_dict():
-                weights[f"{path}.{name}"] = _only(kept[key], weights[f"{path}.{name}"])
+                if not name.startswith("shared_experts."):
+                    weights[f"{path}.{name}"] = _only(kept[key], weights[f"{path}.{name}"])
     return checkpoint._replace(config=config, weights=weights)
 
 

@@ -69,10 +69,11 @@ def on_two_ranks(rank, num_ranks):
 
 @pytest.mark.slow
 def test_adapters_train_on_a_mesh_as_in_one_process(tmp_path):
-    # 3 + 2 attentions of 4 maps in 2 + 1 blocks, and 2 products in each of 2 sparse layers.
+    # 3 + 2 attentions of 4 maps in 2 + 1 blocks, and 2 products of routed and 2 of shared experts in
+    # each of 2 sparse layers.
     for found in run_ranks(on_two_ranks, 2, tmp_path):
         assert found["ep 2"] == found["dp_shard 2"] + found["dp_replicate 2"]
-        assert found["dp_shard 2"] == 2 * 2
+        assert found["dp_shard 2"] == 2 * (2 + 2)
 
 
 def test_adapters_over_tp_are_refused():
