@@ -67,8 +67,8 @@ def renamed_weights(
     Args:
         weights: <any>[...] by our names, without memory.
         patterns: Regular expressions, and what takes the place of each of their matches in a name,
-            one after the other. `{expert}` there stands for the number of every expert, and `{up}`
-            for each of `up_names`. A weight whose name becomes empty is left out.
+            one after the other. `{expert}` becomes the number of each expert, and `{up}` each of
+            `up_names`. A weight whose name becomes empty is left out.
         up_names: Names there of the projections into the hidden units, the gate first.
     """
     weight_map: list[WeightMapping] = []

@@ -1,4 +1,4 @@
-"""Languages of tokenizers: which special tokens stand around a text, as transformers' own calls put them there."""
+"""Languages of tokenizers: the special tokens around a text are those of transformers' own calls."""
 
 import json
 

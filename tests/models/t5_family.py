@@ -35,7 +35,7 @@ def their_family(name, folder, *, own_head=True):
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms, which are 1 in a new model
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    if own_head and "tie_word_embeddings" in fields:  # transformers 5 ties it whatever is asked
+    if own_head and "tie_word_embeddings" in fields:  # transformers 5 ties every head
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) / 5)
         model.all_tied_weights_keys.pop("lm_head.weight")
     unscale(model)

@@ -30,8 +30,8 @@ class TokenChoiceOptions:
         eval_second_expert_threshold: The same outside training.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw, or
             the router would get no gradient from the task.
-        normalize_accepted: Whether the gates are divided by the sum of those that found a slot, so
-            that the only expert of a token that lost the others has weight 1.
+        normalize_accepted: Whether the gates are divided by the sum of the accepted ones. A token
+            with one accepted expert gives it weight 1.
         token_dropout: Probability in training that a token's output is zero, which is not made up
             for; outside training the output is multiplied by its complement.
     """
