@@ -166,8 +166,9 @@ def _host_config(model_class: Any, folder: Path, recipe: FinetuneRecipe) -> Any:
 
 def _set_dropout(config: Any, rate: float) -> None:
     """Sets the dropout of a host; all of its layers run in every step, as the metrics of routers need."""
-    changes = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
-    for name, value in {"dropout": rate, "dropout_rate": rate, **changes}.items():
+    fields = {"dropout": rate, "dropout_rate": rate}
+    fields |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    for name, value in fields.items():
         if hasattr(config, name):
             setattr(config, name, value)
     for name in config.sub_configs:
