@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from moe.hosts.host import STACKS, Host
+from moe.hosts.host import Host
+from moe.sparse.editing import STACKS
 from moe.sparse.integration import SparseFeedForwardAdapter
 
 

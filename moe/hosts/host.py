@@ -10,8 +10,6 @@ from moe.checks import check_choice
 from moe.sparse.config import Activation
 from moe.sparse.editing import Stack
 
-STACKS: tuple[Stack, ...] = ("encoder", "decoder")
-
 _OTHER_NAMES = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}
 """Further names that transformers has for activations of experts."""
 

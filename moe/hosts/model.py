@@ -22,7 +22,7 @@ from moe.convert.host_weights import HOST_FORMATS
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import refuse_loss_of_a_rank, refuse_to_save
 from moe.hosts.blocks import HostFeedForward, prepare_blocks
-from moe.hosts.host import STACKS, Host
+from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings, SparseHostConfig
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
@@ -31,7 +31,7 @@ from moe.models.outputs import RouterRecords
 from moe.models.pretrained import DOWNLOAD, DTYPES, StoredWeights, freeze_quantized_experts
 from moe.models.transformers_private import load_generation_config
 from moe.registry import Registry
-from moe.sparse.editing import Stack
+from moe.sparse.editing import STACKS, Stack
 from moe.sparse.experts import Experts
 from moe.sparse.integration import collect_routers
 from moe.sparse.layer import RouterOutput

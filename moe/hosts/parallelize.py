@@ -7,10 +7,9 @@ from moe.distributed.mesh import Mesh
 from moe.distributed.sharding import Layout, Rule, distribute_parameters, find_layout
 from moe.errors import ConfigError
 from moe.hosts.blocks import SparseBlock
-from moe.hosts.host import STACKS
 from moe.hosts.model import SparseHost
 from moe.models.parallelize import shard_over_data_ranks
-from moe.sparse.editing import sparse_layers
+from moe.sparse.editing import STACKS, sparse_layers
 
 RULES = (Rule("experts", r".*\.sparse\.experts\.\w+", expert=True), Rule("host", r".*"))
 """They cover every parameter of a host."""

@@ -11,10 +11,11 @@ from transformers import PreTrainedConfig
 from moe.checks import check, check_choice, check_field_types, check_integer, check_number
 from moe.convert.host_weights import HOST_FORMATS
 from moe.errors import ConfigError
-from moe.hosts.host import STACKS, Host
+from moe.hosts.host import Host
 from moe.models.pretrained import DOWNLOAD
 from moe.models.weight_files import names_in_index
 from moe.sparse.config import CONVENTIONS, Rules, SparseConfig
+from moe.sparse.editing import STACKS
 from moe.sparse.router_options import ROUTERS
 from moe.surgery.upcycle import EXACT_ROUTING, Upcycling, every_second
 

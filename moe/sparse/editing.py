@@ -20,6 +20,8 @@ from moe.sparse.recomputation import Recomputation
 
 Stack = Literal["encoder", "decoder"]
 
+STACKS: tuple[Stack, Stack] = ("encoder", "decoder")
+
 LayerKey = tuple[Stack, int]
 """Names a sparse layer: its stack, and its number among the sparse layers there, from 0."""
 

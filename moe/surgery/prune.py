@@ -25,9 +25,9 @@ from moe.models.configuration_checks import refuse_quantized
 from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import load_routers
 from moe.sparse.config import SparseConfig
-from moe.sparse.editing import LayerKey, sparse_layers
+from moe.sparse.editing import STACKS, LayerKey, sparse_layers
 from moe.surgery.expert_statistics import ExpertStatistics, expert_statistics
-from moe.tracing.trace import STACKS, layer_name
+from moe.tracing.trace import layer_name
 
 
 @dataclass(frozen=True)
@@ -284,9 +284,10 @@ def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> 
     for path, part in model.named_modules():
         key = keys.get(id(part))
         if key is not None and key in kept:
-            for name in part.state_dict():
-                if not name.startswith("shared_experts."):
-                    weights[f"{path}.{name}"] = _only(kept[key], weights[f"{path}.{name}"])
+            for name, tensor in part.state_dict().items():
+                weight = weights[f"{path}.{name}"]
+                if weight.shape != tuple(tensor.shape):  # not that of shared experts
+                    weights[f"{path}.{name}"] = _only(kept[key], weight)
     return checkpoint._replace(config=config, weights=weights)
 
 

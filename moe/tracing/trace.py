@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.sparse.editing import LayerKey, Stack
+from moe.sparse.editing import STACKS, LayerKey, Stack
 from moe.sparse.stats import RouterStats
 
 FORMAT_VERSION = 2
-
-STACKS: tuple[Stack, Stack] = ("encoder", "decoder")
 
 NOT_REQUESTED = 0
 REFUSED = 1

@@ -26,10 +26,10 @@ from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
 from moe.parsing import parse_json, read_record, reading, to_json, to_record
-from moe.sparse.editing import LayerKey
+from moe.sparse.editing import STACKS, LayerKey
 from moe.sparse.stats import RouterStats
 from moe.tracing.recorder import Provenance, Recording, TracedBatch
-from moe.tracing.trace import CHOICES, FORMAT_VERSION, STACKS, Trace, TraceFacts, trace_from
+from moe.tracing.trace import CHOICES, FORMAT_VERSION, Trace, TraceFacts, trace_from
 
 TRACE_FILE = "trace.parquet"
 

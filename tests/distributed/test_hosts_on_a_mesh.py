@@ -12,9 +12,8 @@ from moe.checkpoint.final_model import save_model_on_mesh
 from moe.checkpoint.loading import load_model
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError
-from moe.hosts.host import STACKS
 from moe.hosts.parallelize import shard_host
-from moe.sparse.editing import sparse_layers
+from moe.sparse.editing import STACKS, sparse_layers
 from tests.distributed.ranks import run_ranks, whole
 from tests.hosts.tiny_hosts import sparse_host
 from tests.models.tiny import tiny_batch

@@ -14,8 +14,9 @@ from moe import ConfigError, DataError
 from moe.checksums import SUMS_FILE
 from moe.parsing import to_json
 from moe.sparse.all_routers import load_routers
+from moe.sparse.editing import STACKS
 from moe.tracing.recorder import Provenance, Recording, TracedBatch, record_routing, traced_batches
-from moe.tracing.trace import CHOICES, STACKS, expert_dtype, layer_name, trace_from
+from moe.tracing.trace import CHOICES, expert_dtype, layer_name, trace_from
 from moe.tracing.trace_file import TRACE_FILE, read_trace, record_to_folder
 from tests.tracing.models import E, build_batch, build_model
 

@@ -26,8 +26,8 @@ from moe.inspection.statistics.routing_entropy import class_entropy
 from moe.inspection.statistics.specialization import class_p_values, class_table
 from moe.inspection.statistics.token_classes import classify, domain_classes
 from moe.parsing import printable, read_record, to_json
-from moe.sparse.editing import LayerKey, Stack
-from moe.tracing.trace import STACKS, Trace, layer_name
+from moe.sparse.editing import STACKS, LayerKey, Stack
+from moe.tracing.trace import Trace, layer_name
 
 
 class ClassRow(NamedTuple):

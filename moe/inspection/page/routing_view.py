@@ -28,8 +28,8 @@ from moe.inspection.page.trace_content import (
 )
 from moe.inspection.tables import loss_sentence
 from moe.parsing import printable
-from moe.sparse.editing import LayerKey
-from moe.tracing.trace import STACKS, Trace, layer_name
+from moe.sparse.editing import STACKS, LayerKey
+from moe.tracing.trace import Trace, layer_name
 
 MOST_BYTES = 5_000_000
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from moe.data.tokenizer import SPACE, piece_texts
 from moe.parsing import printable
-from moe.sparse.editing import LayerKey
-from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, STACKS, LayerTrace, StackTrace, Trace
+from moe.sparse.editing import STACKS, LayerKey
+from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, LayerTrace, StackTrace, Trace
 
 START = -1
 """Stands for the first token of a decoder, which has the id of padding."""

@@ -15,7 +15,8 @@ from moe.estimates import Estimate, student_half_width
 from moe.inspection.statistics.specialization import one_hot_first
 from moe.inspection.statistics.token_classes import classify
 from moe.inspection.tables import format_table
-from moe.tracing.trace import STACKS, LayerTrace, Trace, layer_name
+from moe.sparse.editing import STACKS
+from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 _SENTINEL_HEADER = ["sparse layer", "sentinels", "all tokens", "even (ln E)", "sentinel tokens"]
 
