@@ -75,6 +75,8 @@ class Context(NamedTuple):
         report: Whether sparse layers return the records of their routers.
         token_ids: <int64>[B, L] vocabulary ids, if the caller has them.
         word_embeddings: <float>[B, L, D] what the stack started from.
+        segment_ids: <int64>[B, L] example of each token, if a sequence has several.
+        prefix_numbers: <int64>[B, L] prefix of each token's example, if the model knows any.
         output_attentions: Whether blocks return the weights of their attention.
     """
 
@@ -88,6 +90,8 @@ class Context(NamedTuple):
     report: bool
     token_ids: Tensor | None
     word_embeddings: Tensor
+    segment_ids: Tensor | None
+    prefix_numbers: Tensor | None
     output_attentions: bool
 
 
@@ -194,6 +198,8 @@ class Block(GradientCheckpointingLayer):
                 context.token_mask,
                 token_ids=context.token_ids,
                 word_embeddings=context.word_embeddings,
+                segment_ids=context.segment_ids,
+                prefix_numbers=context.prefix_numbers,
                 drop_tokens=context.drop_tokens,
                 report=context.report,
             )
@@ -251,6 +257,7 @@ class Stack(nn.Module):
         token_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        prefix_numbers: Tensor | None = None,
         routing_mask: Tensor | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
@@ -270,6 +277,7 @@ class Stack(nn.Module):
                 cache, its tokens too; with a static cache, also its positions not filled yet.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their
                 own example.
+            prefix_numbers: <int64>[B, L] prefix of each token's example, from 1, or 0.
             routing_mask: <bool>[B, L] tokens that may be routed; None uses `attention_mask`.
             memory: <float>[B, M, D] encoder output, in a decoder.
             memory_mask: <int64 or bool>[B, M] real tokens of the memory; None for those with a
@@ -338,6 +346,8 @@ class Stack(nn.Module):
             report=report,
             token_ids=token_ids,
             word_embeddings=x,
+            segment_ids=segment_ids,
+            prefix_numbers=prefix_numbers,
             output_attentions=output_attentions,
         )
         return self._run_blocks(x, context, output_hidden_states=output_hidden_states)

@@ -4,7 +4,7 @@ Read first; the computation starts in groups.py. A configuration validates its o
 router's requirements are in router_options.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -149,6 +149,8 @@ class SparseConfig:
             require 1.
         num_shared_experts: Experts beside those, which every real token uses with a weight of 1. They are
             not routed, and stay floats where the others are quantized.
+        prefix_experts: How many experts each prefix has; see `STMoEConfig.prefix_experts`. They are
+            the last ones of the layer, in order.
         router: Name in ROUTERS of the rule that assigns tokens to experts.
         router_options: Settings of that router alone, by name; see the `Options` of its file in
             moe/sparse/routers.
@@ -198,6 +200,7 @@ class SparseConfig:
     num_experts: int
     num_selected_experts: int = 2
     num_shared_experts: int = 0
+    prefix_experts: Sequence[int] = ()
     router: str = "token_choice"
     router_options: Mapping[str, Any] = field(default_factory=dict)
     router_input: RouterInput = "hidden"
@@ -232,6 +235,10 @@ class SparseConfig:
         expected = f"at most num_experts, {self.num_experts}"
         is_enough = self.num_selected_experts <= self.num_experts
         check(is_enough, "num_selected_experts", self.num_selected_experts, expected)
+        most = self.num_experts - self.num_selected_experts
+        expected = f"at most {most} experts, so that other texts have {self.num_selected_experts}"
+        is_enough = sum(self.prefix_experts) <= most
+        check(is_enough, "prefix_experts", self.prefix_experts, expected)
 
         # Slots of an expert.
         check_integer("min_expert_capacity", self.min_expert_capacity, least=0)
@@ -272,6 +279,7 @@ class SparseConfig:
             num_experts=1,
             num_selected_experts=1,
             num_shared_experts=0,
+            prefix_experts=(),
             router="token_choice",
             router_options={},
             expert_quantization=None,

@@ -24,6 +24,7 @@ from moe.sparse.dispatch import (
     sort_rows,
 )
 from moe.sparse.expert_parallel import RowExchange, exchange_slots
+from moe.sparse.examples import example_starts
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.inputs import check_inputs, to_bool_mask
@@ -116,6 +117,8 @@ class SparseFeedForward(nn.Module):
         *,
         token_ids: Tensor | None = None,
         word_embeddings: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        prefix_numbers: Tensor | None = None,
         drop_tokens: bool = True,
         report: bool = True,
     ) -> tuple[Tensor, RouterOutput | None]:
@@ -131,6 +134,10 @@ class SparseFeedForward(nn.Module):
             token_ids: <any integer>[B, L] vocabulary ids, for router `hash`.
             word_embeddings: <any float>[B, L, D] embeddings of those ids, for `router_input` other
                 than `hidden`.
+            segment_ids: <int64>[B, L] example of each token, 0 for padding, for router `pools`;
+                None when each sequence is one example.
+            prefix_numbers: <int64>[B, L] number of the prefix of each token's example, from 1, or 0;
+                None for 0.
             drop_tokens: False ignores every setting of capacity, so that no token is lost
                 (incremental decoding).
             report: False skips losses and statistics, and returns None for the router's results.
@@ -147,10 +154,16 @@ class SparseFeedForward(nn.Module):
         batch, length, _ = x.shape
         sequences = sequences_per_group(batch, length, tokens_per_group(self.config))
         inputs = group_inputs(x, token_mask, token_ids, word_embeddings, sequences)
+        if prefix_numbers is not None:
+            inputs = inputs._replace(prefix_numbers=to_groups(prefix_numbers, sequences))
+        router = unwrapped(self.router)
+        if router.needs_starts and self.training:
+            mask = from_groups(real_tokens(inputs), sequences)  # [B, L]
+            starts = to_groups(example_starts(mask, segment_ids), sequences)
+            inputs = inputs._replace(starts=starts)
 
         # Scores of every expert for every token, and the resulting plan.
         scores = self.router(inputs)  # logits [G, S, E]
-        router = unwrapped(self.router)
         is_real = real_tokens(inputs)  # [G, S]
         plan = router.assign(scores, is_real, drop_tokens=drop_tokens)
         for edit in self.plan_edits:

@@ -15,6 +15,7 @@ from moe.errors import DataError, NonFiniteError
 from moe.kernels.torch_private import assert_on_device, autocast_disabled, is_in_functorch
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.config import SparseConfig
+from moe.sparse.examples import prefix_scores
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.inputs import can_read_values
 from moe.sparse.losses import RouterLosses, router_losses
@@ -32,12 +33,17 @@ class RouterInputs(NamedTuple):
         token_ids: <int64>[G, S] vocabulary ids; None when the caller has none.
         word_embeddings: <any float>[G, S, D] embeddings of those ids; None when the caller has
             none.
+        starts: <bool>[G, S] first tokens of examples; None unless the router needs them.
+        prefix_numbers: <int64>[G, S] prefix of the token's example, counted from 1, or 0; None when
+            no example has one.
     """
 
     tokens: Tensor
     token_mask: Tensor | None = None
     token_ids: Tensor | None = None
     word_embeddings: Tensor | None = None
+    starts: Tensor | None = None
+    prefix_numbers: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -57,6 +63,9 @@ class Router(nn.Module):
         experts_choose: Whether experts choose their tokens: the experts of a token then depend on
             the other tokens of its group, for any capacity.
         needs_token_ids: Whether the router reads the ids of the tokens.
+        needs_starts: Whether the router reads in training where examples start.
+        knows_prefixes: Whether experts may belong to a prefix: an expert of probability 0 is then
+            never preferred to another.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -64,6 +73,8 @@ class Router(nn.Module):
     single: ClassVar[bool] = False
     experts_choose: ClassVar[bool] = False
     needs_token_ids: ClassVar[bool] = False
+    needs_starts: ClassVar[bool] = False
+    knows_prefixes: ClassVar[bool] = False
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
@@ -129,8 +140,14 @@ class Router(nn.Module):
                 gate_input = gate_input.masked_fill(is_padding, 0)
 
             gate_input = self.perturb(gate_input.to(dtype))
-            logits = gate_logits(gate_input, self.gate.to(dtype))  # [G, S, E]
-            scores = router_scores(logits)
+            gate = self.gate.to(dtype)
+            counts = self.config.prefix_experts
+            if not counts:
+                scores = router_scores(gate_logits(gate_input, gate))  # [G, S, E]
+            else:
+                num_base = self.config.num_experts - sum(counts)
+                logits = [gate_logits(gate_input, part) for part in gate.split([num_base, *counts])]
+                scores = prefix_scores(logits, inputs.prefix_numbers)
         _refuse_not_finite(scores.logits)
         return scores
 

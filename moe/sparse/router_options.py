@@ -43,6 +43,11 @@ def check_router(config: Any) -> None:
             f"{config.num_selected_experts}. Set num_selected_experts to 1."
         )
 
+    if config.prefix_experts and not router.knows_prefixes:
+        raise ConfigError(
+            f"Router {name!r} cannot have experts of a prefix. Use token_choice, batch_prioritized or pools."
+        )
+
     # The name and the kind of each option that is given.
     known = option_names(router)
     kinds = typing.get_type_hints(router.Options)

@@ -66,6 +66,7 @@ class TokenChoiceRouter(Router):
     """
 
     Options: ClassVar[type[TokenChoiceOptions]] = TokenChoiceOptions
+    knows_prefixes: ClassVar[bool] = True
 
     def assign(
         self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
