@@ -68,6 +68,11 @@ class ExportedLayer(nn.Module):
                 f"router {config.router!r} cannot be exported: its experts choose among the tokens of a "
                 "whole sequence, which a decoder does not have. Distill a dense student and export that."
             )
+        if config.prefix_experts:
+            raise ConfigError(
+                "A model with experts of a prefix cannot be exported: a graph does not know how a text begins. "
+                "Distill a dense student and export that."
+            )
         if not self.is_node and config.num_experts > _MOST_UNROLLED:
             raise ConfigError(
                 f"A layer with {config.num_experts} experts cannot be exported: every expert would compute all "

@@ -382,6 +382,7 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
         "relative_bias_in_every_block": False,
         "num_selected_experts": 1,
         "num_shared_experts": 0,
+        "prefix_experts": None,
         "router_input": "hidden",
         "sparse_dense_stacking": False,
         "expert_bias": "none",

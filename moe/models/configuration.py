@@ -26,6 +26,7 @@ from moe.models.configuration_checks import (
     drop_removed_fields,
     strict_config,
 )
+from moe.models.prefixes import check_prefixes
 from moe.models.presets import PRESETS
 from moe.models.transformers_private import PrivateConfigHooks
 from moe.sparse.all_routers import load_routers
@@ -93,6 +94,9 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             else the defaults.
         num_selected_experts: See `SparseConfig` for this and the following fields, up to
             `expert_quantization`.
+        prefix_experts: Experts that only texts with a certain prefix may use, beside the base experts
+            that all texts use. Records of a `prefix`, its `token_ids` and its `num_experts`: they
+            are the last experts of every sparse layer, in this order. None for none.
         load_balance_loss_weight: Factor of the balance loss.
         router_z_loss_weight: Factor of the router z-loss; independent of the other.
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
@@ -170,6 +174,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     # Fields of SparseConfig under the same names and with the same defaults.
     num_selected_experts: int = SparseConfig.num_selected_experts
     num_shared_experts: int = SparseConfig.num_shared_experts
+    prefix_experts: list[dict[str, Any]] | None = None
     router_input: RouterInput = SparseConfig.router_input
     convention: Convention = SparseConfig.convention
     capacity_factor: float | int | None = SparseConfig.capacity_factor
@@ -260,6 +265,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         """Raises a ConfigError for a value that is out of range or contradicts another."""
         check_sizes(self)
         check_rates(self)
+        check_prefixes(self)
         check_sparse_layers(self)
 
     def validate_token_ids(self) -> None:
@@ -436,6 +442,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             "activation": self.activation,
             "gated": self.gated,
             "product_bias": False,
+            "prefix_experts": self.prefix_counts(),
             "expert_dropout_rate": expert_dropout_rate,
         }
 
@@ -444,6 +451,10 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             if item.name not in settings:
                 settings[item.name] = getattr(self, item.name)
         return SparseConfig(**settings)
+
+    def prefix_counts(self) -> tuple[int, ...]:
+        """Returns the number of experts of each prefix."""
+        return tuple(record["num_experts"] for record in self.prefix_experts or ())
 
     @property
     def gated(self) -> bool:

@@ -13,6 +13,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.inputs import check_token_ids, check_vectors, refuse_unknown_arguments
 from moe.models.model_warnings import can_drop_tokens, warn_of_drops
 from moe.models.outputs import RouterRecords, STMoEEncoderOutput, logits_by_sequence
+from moe.models.prefixes import find_prefixes
 from moe.models.pretrained import STMoEPreTrainedModel
 
 
@@ -70,11 +71,14 @@ class STMoEEncoder(STMoEPreTrainedModel):
 
         # Routers also report for the warning of drops.
         watch_drops = can_drop_tokens(self)
+        embedded = self.embed(input_ids, inputs_embeds)
+        prefixes = find_prefixes(self.config, input_ids, attention_mask, segment_ids, embedded)
         output = self.stack(
-            self.embed(input_ids, inputs_embeds),
+            embedded,
             token_ids=input_ids,
             attention_mask=attention_mask,
             segment_ids=segment_ids,
+            prefix_numbers=prefixes,
             report=output_routers or watch_drops,
             output_attentions=self.argument_or_config("output_attentions", output_attentions),
             output_hidden_states=self.argument_or_config(
@@ -94,6 +98,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
             attentions=output.attentions,
             encoder_router_logits=logits_by_sequence(routers, output.hidden.shape[0]),
             encoder_router_outputs=routers,
+            prefix_numbers=prefixes,
         )
 
     def embed(self, ids: Tensor | None, vectors: Tensor | None, *, prefix: str = "") -> Tensor:

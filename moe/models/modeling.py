@@ -43,6 +43,7 @@ from moe.models.outputs import (
     STMoEOutput,
     logits_by_sequence,
 )
+from moe.models.prefixes import decoder_prefixes
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals
@@ -152,6 +153,10 @@ class STMoEModel(STMoEPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
+        prefixes = decoder_prefixes(
+            self.config, encoder_outputs, segment_ids, decoder_segment_ids, embedded.shape[1]
+        )
+
         # The decoder. Its routers also report for the warning of drops.
         watch_drops = drop_tokens and can_drop_tokens(self)
         decoder = self.decoder(
@@ -159,6 +164,7 @@ class STMoEModel(STMoEPreTrainedModel):
             token_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             segment_ids=decoder_segment_ids,
+            prefix_numbers=prefixes,
             routing_mask=decoder_routing_mask,
             memory=memory,
             memory_mask=attention_mask,

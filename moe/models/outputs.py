@@ -89,6 +89,8 @@ class STMoEEncoderOutput(ModelOutput):
         attentions: <float>[B, H, L, L] of each block; if requested.
         encoder_router_logits: <float32>[B, L, E] of each sparse layer, zeros for padding.
         encoder_router_outputs: One for each sparse layer.
+        prefix_numbers: <int64>[B, L] prefix of each token's example, from 1, or 0; None when the
+            model has no experts of a prefix.
     """
 
     last_hidden_state: Tensor | None = None
@@ -96,6 +98,7 @@ class STMoEEncoderOutput(ModelOutput):
     attentions: tuple[Tensor, ...] | None = None
     encoder_router_logits: tuple[Tensor, ...] | None = None
     encoder_router_outputs: RouterRecords | None = None
+    prefix_numbers: Tensor | None = None
 
 
 @dataclass

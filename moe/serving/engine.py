@@ -275,6 +275,8 @@ class Engine:
         self._slots = Slots(self.max_batch, device)
         # Inputs of the next step.  [N, 1]
         self._tokens = torch.zeros(0, 1, dtype=torch.long, device=device)
+        # Prefix of each row's text, if the model has experts of a prefix.  [N, 1]
+        self._prefixes = self._tokens
 
     def anywhere(self, here: bool) -> bool:
         """Returns whether something holds on any rank of the group; without one, here."""
@@ -321,6 +323,9 @@ class Engine:
         self._slots.add(cache, lengths)
         last = torch.full((len(requests), 1), self._start[-1], device=logits.device)
         self._tokens = torch.cat([self._tokens, last])
+        prefixes = getattr(self._encoded, "prefix_numbers", None)
+        if prefixes is not None:
+            self._prefixes = torch.cat([self._prefixes, prefixes.amax(dim=1, keepdim=True)])
         return logits
 
     def _prefill(
@@ -356,15 +361,12 @@ class Engine:
 
     def _decode(self) -> Tensor:
         """Returns the logits of the next token of all rows <float>[N, V]."""
-        # Models read only the shape of the encoder's output, since its keys are cached.
         slots = self._slots
-        memory = self._encoded.last_hidden_state[:1, :1]
-        memory = memory.expand(len(self._rows), slots.memory_length, -1)  # [N, M, D]
         options = dict(self._options)
         if self._takes_positions:
             options["decoder_position_ids"] = slots.positions()
         output = self.model(
-            encoder_outputs=type(self._encoded)(last_hidden_state=memory),
+            encoder_outputs=self._cached_memory(len(self._rows), slots.memory_length),
             attention_mask=slots.cross_mask(),
             decoder_input_ids=self._tokens,
             decoder_attention_mask=slots.self_mask(),
@@ -377,15 +379,22 @@ class Engine:
     def _decode_padding(self) -> None:
         """Takes part in a step of other ranks with one row of padding."""
         padding = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
-        memory = self._encoded.last_hidden_state[:1, :1]
         self.model(
-            encoder_outputs=type(self._encoded)(last_hidden_state=memory),
+            encoder_outputs=self._cached_memory(1, 1),
             attention_mask=padding,
             decoder_input_ids=padding + self._pad,
             decoder_attention_mask=padding,
             past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
             **self._options,
         )
+
+    def _cached_memory(self, num_rows: int, length: int) -> Any:
+        """Returns an encoder output of which models read only the shape, since its keys are cached."""
+        memory = self._encoded.last_hidden_state[:1, :1].expand(num_rows, length, -1)  # [N, M, D]
+        cached = type(self._encoded)(last_hidden_state=memory)
+        if "prefix_numbers" in self._encoded:
+            cached.prefix_numbers = self._prefixes if self._rows else memory.new_zeros(1, 1).long()
+        return cached
 
     def _take(self, logits: Tensor, first: int) -> list[Piece]:
         """Adds a token to each row from `first` on, and ends the answers that are complete."""
@@ -447,6 +456,8 @@ class Engine:
                 order[row] = last
         self._rows = [self._rows[row] for row in order]
         self._tokens = self._tokens[order]
+        if self._prefixes.numel():
+            self._prefixes = self._prefixes[order]
         self._slots.remove(rows[::-1])
 
     @torch.inference_mode()

@@ -159,6 +159,7 @@ def _router_settings(config: STMoEConfig, *, decoder: bool) -> dict[str, Any]:
         ),
         "router_input": (layer.router_input, ("hidden",)),
         "num_shared_experts": (layer.num_shared_experts, (0,)),
+        "prefix_experts": (layer.prefix_experts, ((),)),
         "expert_bias": (layer.expert_bias, ("none",)),
         "expert_quantization": (layer.expert_quantization, (None, {"bits": 8})),
     }

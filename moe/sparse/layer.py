@@ -23,8 +23,8 @@ from moe.sparse.dispatch import (
     local_row_dispatcher,
     sort_rows,
 )
-from moe.sparse.expert_parallel import RowExchange, exchange_slots
 from moe.sparse.examples import example_starts
+from moe.sparse.expert_parallel import RowExchange, exchange_slots
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.inputs import check_inputs, to_bool_mask

@@ -89,10 +89,10 @@ class EncodedInputs(NamedTuple):
         The cache holds keys and values of the hidden states, so only their shape is read.
         """
         hidden = self.output.last_hidden_state[:1].expand(len(rows), -1, -1)  # [R, L, D]
-        return {
-            "encoder_outputs": replace(self.output, last_hidden_state=hidden),
-            "attention_mask": self.mask[rows],
-        }
+        cached = replace(self.output, last_hidden_state=hidden)
+        if self.output.get("prefix_numbers") is not None:
+            cached.prefix_numbers = self.output.prefix_numbers[rows]  # [R, L]
+        return {"encoder_outputs": cached, "attention_mask": self.mask[rows]}
 
 
 class TargetLogProbs(NamedTuple):
