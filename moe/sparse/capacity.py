@@ -11,6 +11,8 @@ from moe.sparse.config import SparseConfig
 def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) -> int | None:
     """Returns C, the slots of one expert in one group; None when no token is dropped.
 
+    Experts of a prefix do not count, so that a model has the same slots with and without them.
+
     Args:
         config: Settings of the layer.
         num_tokens: Tokens of the group with its padding, S.
@@ -26,7 +28,7 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
         return None
     return expert_capacity(
         num_tokens,
-        config.num_experts,
+        config.num_base_experts,
         factor,
         config.min_expert_capacity,
         config.rules.capacity_rounding,

@@ -161,8 +161,8 @@ class SparseConfig:
         convention: Whose rules hold where the reference implementations differ: `ours`,
             `mesh_tensorflow`, `flaxformer`, `switch` of transformers, or `fairseq` of NLLB-MoE; see
             `Rules`.
-        capacity_factor: Slots of an expert relative to an even share of the group, in training.
-            Larger drops fewer tokens and costs memory; None drops none.
+        capacity_factor: Slots of an expert relative to an even share of the group among the base
+            experts, in training. Larger drops fewer tokens and costs memory; None drops none.
         eval_capacity_factor: The same outside training.
         min_expert_capacity: Minimum number of slots of an expert in a group; matters for small
             groups.
@@ -265,6 +265,11 @@ class SparseConfig:
         }
         object.__setattr__(self, "router_options", {**conventional, **options})
         check_router(self)
+
+    @property
+    def num_base_experts(self) -> int:
+        """Experts that no prefix has: all texts may use them."""
+        return self.num_experts - sum(self.prefix_experts)
 
     @property
     def rules(self) -> Rules:

@@ -145,8 +145,8 @@ class Router(nn.Module):
             if not counts:
                 scores = router_scores(gate_logits(gate_input, gate))  # [G, S, E]
             else:
-                num_base = self.config.num_experts - sum(counts)
-                logits = [gate_logits(gate_input, part) for part in gate.split([num_base, *counts])]
+                parts = gate.split([self.config.num_base_experts, *counts])
+                logits = [gate_logits(gate_input, part) for part in parts]
                 scores = prefix_scores(logits, inputs.prefix_numbers)
         _refuse_not_finite(scores.logits)
         return scores

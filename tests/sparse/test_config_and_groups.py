@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import SparseConfig
-from moe.sparse.capacity import expert_capacity
+from moe.sparse.capacity import expert_capacity, slots_of_expert
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups
 
 SIZES = {"d_model": 7, "d_ff": 11, "num_experts": 5}
@@ -34,6 +34,14 @@ SIZES = {"d_model": 7, "d_ff": 11, "num_experts": 5}
 )
 def test_capacity(num_tokens, num_experts, factor, least, rounding, expected):
     assert expert_capacity(num_tokens, num_experts, factor, least, rounding) == expected
+
+
+def test_experts_of_a_prefix_leave_the_slots_of_the_others_alone():
+    base = SparseConfig(7, 11, num_experts=7, min_expert_capacity=0)
+    larger = dataclasses.replace(base, num_experts=8, prefix_experts=(1,))
+    for num_tokens in (7, 13, 700):  # a factor of 2.0 * 8 / 7 would lose one slot of two
+        slots = slots_of_expert(larger, num_tokens, training=False)
+        assert slots == slots_of_expert(base, num_tokens, training=False) == 2 * num_tokens // 7
 
 
 @pytest.mark.parametrize(
