@@ -132,9 +132,7 @@ def class_p_values(
         )  # [N], the last for none
 
     # Tokens of the same classes are alike: patterns of classes are counted, not tokens.
-    patterns = [
-        np.unique(classes.members.T.numpy(), axis=0, return_inverse=True) for classes in groups
-    ]
+    patterns = [_patterns(classes.members.numpy()) for classes in groups]
 
     # Tables of the tokens as they are, then of the shuffled ones.
     tables: list[list[list[Tensor]]] = [[[] for _ in stack.layers] for _ in groups]
@@ -145,7 +143,7 @@ def class_p_values(
             column = columns[index][source]
             width = layer.facts.num_experts + 1
             for of_group, (distinct, row) in zip(tables, patterns, strict=True):
-                cells = row.reshape(-1) * width + column
+                cells = row * width + column
                 counts = np.bincount(cells, minlength=len(distinct) * width).reshape(-1, width)
                 of_group[index].append(torch.from_numpy(counts[:, :-1]))
 
@@ -153,6 +151,20 @@ def class_p_values(
     for of_group, (distinct, _) in zip(tables, patterns, strict=True):
         p_values.append(_corrected(of_group, torch.from_numpy(distinct).double()))
     return p_values
+
+
+def _patterns(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the sets of classes <bool>[P, C] that tokens have, and the set <int64>[N] of each token.
+
+    Args:
+        members: <bool>[C, N] which classes each token has.
+    """
+    number = np.zeros(members.shape[1], dtype=np.int64)
+    first = number[:1]
+    for is_member in members:
+        # The sets are numbered anew with each class, so that the numbers stay small.
+        _, first, number = np.unique(number * 2 + is_member, return_index=True, return_inverse=True)
+    return members[:, first].T, number
 
 
 def _corrected(tables: Sequence[Sequence[Tensor]], of_pattern: Tensor) -> list[Tensor]:
