@@ -10,11 +10,15 @@ COLOURS = ("#0072B2", _ORANGE, "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#666
 _CELL = (8.0, 13.0)  # width and height, in the units of the figure
 _LETTER = 5.4  # width of a letter of a name
 _GROUP_GAP = 4.0
+_NUMBER_WIDTH = 18.0
 _FAINT = 0.01  # share of an expert's tokens below which a cell has no colour
 
 
 def draw_experts_by_domain(
-    shares: Sequence[Sequence[float]], names: Sequence[str], groups: Sequence[str] = ()
+    shares: Sequence[Sequence[float]],
+    names: Sequence[str],
+    numbers: Sequence[int],
+    groups: Sequence[str] = (),
 ) -> str:
     """Returns kinds of text by experts: a cell is the share of an expert's tokens that are of a kind.
 
@@ -24,15 +28,17 @@ def draw_experts_by_domain(
     Args:
         shares: For each of the E experts, L shares with the sum 1; all 0 for one without tokens.
         names: Names of the L kinds of text, e.g. languages, the upper one first.
+        numbers: Number beside each, e.g. of the experts that carry most of its tokens.
         groups: Group of each, e.g. its family; neighbours in a group are drawn together.
     """
     width, height = _CELL
     groups = groups or [""] * len(names)
     left = _LETTER * max(map(len, names)) + 8
-    right = _LETTER * max(map(len, groups)) + 8
+    right = _LETTER * max(map(len, groups)) + _NUMBER_WIDTH + 8
     preferred = [row.index(max(row)) for row in map(list, shares)]
     order = sorted(range(len(shares)), key=lambda e: (preferred[e], -max(shares[e])))
     cells_end = left + width * len(shares)
+    groups_start = cells_end + _NUMBER_WIDTH + 5
 
     parts = []
     y = 0.0
@@ -41,6 +47,9 @@ def draw_experts_by_domain(
         middle = y + 0.75 * height
         parts.append(
             f'<text x="{left - 5:.1f}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>'
+        )
+        parts.append(
+            f'<text x="{groups_start - 7:.1f}" y="{middle:.1f}" text-anchor="end">{numbers[number]}</text>'
         )
         for column, expert in enumerate(order):
             share = shares[expert][number]
@@ -56,7 +65,9 @@ def draw_experts_by_domain(
         # The name of a group is beside the middle of its rows.
         if number + 1 == len(names) or groups[number + 1] != group:
             middle = (group_start + y) / 2 + 3
-            label = f'<text x="{cells_end + 5:.1f}" y="{middle:.1f}" class="soft">{escape(group)}</text>'
+            label = (
+                f'<text x="{groups_start:.1f}" y="{middle:.1f}" class="soft">{escape(group)}</text>'
+            )
             parts.append(label)
             y += _GROUP_GAP
             group_start = y

@@ -10,7 +10,12 @@ from sklearn.metrics import mutual_info_score
 from moe import DataError
 from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.permutations import DocumentShuffle
-from moe.inspection.statistics.specialization import class_p_values, class_table
+from moe.inspection.statistics.specialization import (
+    class_p_values,
+    class_table,
+    experts_of_most,
+    shared_load,
+)
 from moe.inspection.statistics.token_classes import TokenClasses
 from tests.inspection.by_hand import a_layer, a_stack, renamed
 
@@ -60,6 +65,15 @@ def test_the_table_is_that_of_counting_by_hand():
     assert table.share.tolist() == [[0.75, 0.25, 0, 0], [0, 1, 0, 0]]
     expected = torch.tensor([[0.75 / 3, 0.25 / 2, 0, math.nan], [0, 0.5, 0, math.nan]]) * 7
     torch.testing.assert_close(table.lift, expected.double(), equal_nan=True)
+
+
+def test_experts_that_carry_a_class_and_the_load_that_all_share_are_those_by_hand():
+    # 10 tokens of each class, 9 of the first at two experts; the third class has none.
+    experts = [0] * 5 + [1] * 4 + [2] + [1] * 2 + [2] * 3 + [3] * 5
+    table = class_table(a_layer(experts, 5), classes_of([0] * 10 + [1] * 10, 3))
+    assert experts_of_most(table).tolist() == [2, 3, 0]
+    assert experts_of_most(table, 0.5).tolist() == [1, 1, 0]
+    assert shared_load(table) == pytest.approx(0.2 + 0.1)
 
 
 def test_information_is_that_of_sklearn():

@@ -6,7 +6,12 @@ import torch
 
 from moe.data.names import describe_languages
 from moe.inspection.statistics.contingency import mutual_information
-from moe.inspection.statistics.specialization import ClassTable, class_table
+from moe.inspection.statistics.specialization import (
+    ClassTable,
+    class_table,
+    experts_of_most,
+    shared_load,
+)
 from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
 from moe.models.card import describe_capacity, experts_range
 from moe.models.configuration import STMoEConfig
@@ -48,8 +53,8 @@ def expert_shares(table: ClassTable) -> torch.Tensor:
 
 
 def domain_sentences(tables: Sequence[ClassTable]) -> list[str]:
-    """Returns which kind of text the most specialized expert of each layer serves, and how much
-    experts tell about kinds.
+    """Returns for each layer how few experts serve a kind of text, what all kinds share and which
+    kind the most specialized expert serves; and how much experts tell about kinds.
 
     Experts with less than half of the mean load are not named.
     """
@@ -63,6 +68,13 @@ def domain_sentences(tables: Sequence[ClassTable]) -> list[str]:
         expert = int(best.argmax())
         name = table.names[int(shares[expert].argmax())]
         where = layer_name(table.layer)
+        numbers = experts_of_most(table)  # [C]
+        fewest, most = int(numbers.argmin()), int(numbers.argmax())
+        sentences.append(
+            f"{numbers.median()} of {len(tokens)} experts of {where} carry 90 % of the tokens of a kind "
+            f"(median; {numbers[fewest]} of {table.names[fewest]}, {numbers[most]} of {table.names[most]}); "
+            f"all kinds share {100 * shared_load(table):.0f} % of the load."
+        )
         sentences.append(
             f"Expert {expert + 1} of {where}: {100 * best[expert]:.0f} % of its tokens are {name}."
         )
