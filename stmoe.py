@@ -84,6 +84,7 @@ VERBS = {
     "convert": Verb("convert a checkpoint of T5, Switch, T5X or ours", "convert"),
     "export": Verb("write a model for onnxruntime, torch.export or CTranslate2", "export"),
     "upcycle": Verb("make a dense model sparse, with copies as experts", "upcycle"),
+    "join": Verb("make one model of several with experts of prefixes", "join"),
     "prune": Verb("remove experts of a sparse model", "prune"),
     "distill": Verb("train a dense or smaller student of a sparse teacher", "distill", trains=True),
     "quantize": Verb("store experts in 8 or 4 bits, or a whole model in 8", "quantize"),

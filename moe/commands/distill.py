@@ -283,5 +283,5 @@ def report_on(run: Run, teacher: Path, model: Path, command: str, start: float) 
         after = measure(load_teacher(model, device.type), examples)
         effects = compare(before, after, {})
     return write_report(
-        model, command=command, source=teacher, text=text, effects=effects, start=start
+        model, command=command, sources=[teacher], text=text, effects=effects, start=start
     )

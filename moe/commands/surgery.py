@@ -118,7 +118,7 @@ def perform_surgery(
         report = write_report(
             folder,
             command=shlex.join(["stmoe", verb, *argv]),
-            source=options.source,
+            sources=[options.source],
             text=text,
             effects=effects,
             tables=result.tables,

@@ -18,7 +18,7 @@ from moe.hosts.all_hosts import count_parameters
 from moe.hosts.model import SparseHost
 from moe.inspection.tables import format_table
 from moe.models.adapter_files import find_base
-from moe.models.card import host_card, model_card, write_card
+from moe.models.card import find_source_model, host_card, model_card, write_card
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.weight_files import find_weight_files
@@ -141,7 +141,7 @@ def write_report(
     folder: Path,
     *,
     command: str,
-    source: Path | str,
+    sources: Sequence[Path | str],
     text: str,
     effects: Effects | None,
     tables: Sequence[ReportTable] = (),
@@ -152,15 +152,15 @@ def write_report(
     Args:
         folder: The model after.
         command: The command line.
-        source: Folder or hub name of the model before.
+        sources: Folder or hub name of each model before.
         text: Evaluation data of both models; empty for none.
         effects: Changes on that data; None without.
         tables: Tables of the command itself.
         start: When the command started, by `time.perf_counter`.
     """
-    sizes = _sizes(source, folder)
+    sizes = _sizes(sources, folder)
     seconds = time.perf_counter() - start
-    rows = [[name, f"{before:,}", f"{after:,}"] for name, before, after in sizes]
+    rows = [[name, *(f"{number:,}" for number in numbers)] for name, *numbers in sizes]
     routing = []
     if effects is not None:
         before, after = effects.loss
@@ -171,12 +171,14 @@ def write_report(
         ratios = [f"{ratio:.3f}" for ratio in effects.length_ratio]
         rows.append(["length of greedy answers / of targets", *ratios])
         routing = [_routing_row(change) for change in effects.routing]
-    rows.append(["seconds", "", f"{seconds:.1f}"])
-    all_tables = [ReportTable(_HEADER, rows), *tables]
+    rows.append(["seconds", *[""] * len(sources), f"{seconds:.1f}"])
+    header = _HEADER if len(sources) == 1 else ["", *map(str, sources), "after"]
+    all_tables = [ReportTable(header, rows), *tables]
     if routing:
         all_tables.insert(1, ReportTable(_ROUTING_HEADER, routing))
 
-    content = {"command": command, "source": str(source), "sizes": sizes, "text": text}
+    source = ", ".join(map(str, sources))
+    content = {"command": command, "source": source, "sizes": sizes, "text": text}
     content |= {"effects": effects, "tables": tables, "seconds": seconds}
     text_of_json = json.dumps(to_json(content), indent=1, ensure_ascii=False)
     write_text(folder / REPORT_FILE, text_of_json + "\n")
@@ -193,7 +195,9 @@ def write_report(
     if issubclass(model_class, SparseHost):
         card = host_card(model_class.__name__, sections)
     else:
-        card = model_card(STMoEConfig.from_pretrained(folder), sections=sections)
+        names = [name for source in sources if (name := find_source_model(source))]
+        config = STMoEConfig.from_pretrained(folder)
+        card = model_card(config, base_model=names or None, sections=sections)
     write_card(folder, card)
     write_sums(folder)
     return "\n\n".join(format_table(*table) for table in all_tables)
@@ -206,10 +210,10 @@ def _routing_row(change: Mapping[str, Any]) -> list[str]:
     return [change["layer"], experts, f"{100 * change['first_expert_changed']:.1f} %", busiest]
 
 
-def _sizes(source: Path | str, folder: Path) -> list[tuple[str, int, int]]:
-    """Returns parameters and bytes of weights of two models."""
+def _sizes(sources: Sequence[Path | str], folder: Path) -> list[tuple[str | int, ...]]:
+    """Returns parameters and bytes of weights of the models before and after, as rows with a name."""
     sizes = []
-    for model in (find_base(source) or source, folder):
+    for model in (*(find_base(source) or source for source in sources), folder):
         num_bytes = sum(path.stat().st_size for path in find_weight_files(model))
         sizes.append((*count_parameters(model), num_bytes))
     names = ("parameters", "parameters that a token uses", "bytes of weights")

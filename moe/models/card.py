@@ -54,7 +54,7 @@ def model_card(
     *,
     model_class: str = _GENERATES,
     parameters: tuple[int, int] | None = None,
-    base_model: str | None = None,
+    base_model: str | list[str] | None = None,
     license: str | None = None,
     language: str | list[str] | None = None,
     datasets: list[str] | None = None,
@@ -72,7 +72,7 @@ def model_card(
         config: Config of the model.
         model_class: Name of its class.
         parameters: Total, and used by one token; None counts the whole model from the config.
-        base_model: Name on the hub of the model that this one was derived from.
+        base_model: Name on the hub of the model that this one was derived from, or of each.
         license: Its identifier on the hub.
         language: ISO codes.
         datasets: Names on the hub.
