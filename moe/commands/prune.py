@@ -87,8 +87,9 @@ def removed_rows(chosen: ChosenExperts) -> list[list[str]]:
     """Returns for each layer how many experts stay, and the others or those, numbered from 1, with their scores."""
     rows = []
     for key, scores in chosen.scores.items():
-        kept = chosen.kept[key].tolist()
-        removed = sorted(set(range(scores.numel())) - set(kept))
+        rated = set(range(scores.numel()))  # all but experts of prefixes
+        kept = sorted(rated & set(chosen.kept[key].tolist()))
+        removed = sorted(rated - set(kept))
         shown = min(removed, kept, key=len)
         experts = ", ".join(f"{expert + 1} ({scores[expert]:.3g})" for expert in shown) or "none"
         if shown is kept:

@@ -36,9 +36,9 @@ class Pruning:
 
     Attributes:
         score: Name in SCORES, or `random`.
-        keep: Experts that stay in each sparse layer; two numbers are for those of the encoder and of
-            the decoder.
-        budget: Instead: experts that stay in all layers together. Every layer keeps the fewest of
+        keep: Base experts that stay in each sparse layer; two numbers are for those of the encoder and of
+            the decoder. Experts of a prefix stay in any case.
+        budget: Instead: base experts that stay in all layers together. Every layer keeps the fewest of
             its best experts whose scores add up to a share of all its scores, and the share is the
             same in every layer.
         floor: With a budget, least experts of a layer.
@@ -81,7 +81,7 @@ class Pruning:
         least_of = dict(zip(STACKS, pair, strict=True))
         numbers: dict[LayerKey, int] = {}
         for key, layer in layers.items():
-            E, K = layer.num_experts, layer.num_selected_experts
+            E, K = layer.num_base_experts, layer.num_selected_experts
             numbers[key] = min(least_of[key[0]], E)
             if numbers[key] < K:
                 raise ConfigError(
@@ -89,10 +89,10 @@ class Pruning:
                     f"chooses {K} (num_selected_experts). Keep {K} to {E}."
                 )
 
-        total = sum(layer.num_experts for layer in layers.values())
+        total = sum(layer.num_base_experts for layer in layers.values())
         smallest = sum(numbers.values())
         if self.keep is not None:
-            largest = max(layer.num_experts for layer in layers.values())
+            largest = max(layer.num_base_experts for layer in layers.values())
             fits = smallest < total and set(pair) <= set(numbers.values())
             check(fits, "keep", self.keep, f"less than the {largest} there are")
             return numbers
@@ -136,7 +136,7 @@ class ChosenExperts(NamedTuple):
     """The experts that stay.
 
     Attributes:
-        scores: <float64>[E] score of each expert, by layer.
+        scores: <float64>[E] score of each base expert, by layer.
         kept: <int64>[n] experts that stay, in ascending order, by layer.
     """
 
@@ -164,21 +164,29 @@ def choose_experts(
         DataError: When the batches hold no token.
     """
     numbers = pruning.numbers(model)
+    layers = prunable_layers(model)
     scores: dict[LayerKey, Tensor] = {}
     if pruning.score == "random":
         generator = torch.Generator().manual_seed(pruning.seed)
-        for key, layer in prunable_layers(model).items():
-            scores[key] = torch.rand(layer.num_experts, generator=generator, dtype=torch.float64)
+        for key, layer in layers.items():
+            num_rated = layer.num_base_experts
+            scores[key] = torch.rand(num_rated, generator=generator, dtype=torch.float64)
     else:
         of_stack = dict.fromkeys(STACKS, expert_statistics(model, batches))
         if decoder_batches is not None:
             of_stack["decoder"] = expert_statistics(model, decoder_batches)
-        for key in prunable_layers(model):
-            scores[key] = SCORES[pruning.score](of_stack[key[0]][key])
+        for key, layer in layers.items():
+            rated = SCORES[pruning.score](of_stack[key[0]][key])
+            scores[key] = rated[: layer.num_base_experts]
     if numbers is None:
         assert pruning.budget is not None, "the budget decides without numbers"
         numbers = share_budget(scores, pruning.budget, pruning.floor)
-    kept = {key: best_experts(scores[key], number) for key, number in numbers.items()}
+
+    kept: dict[LayerKey, Tensor] = {}
+    for key, layer in layers.items():
+        best = best_experts(scores[key], numbers[key])
+        of_prefixes = torch.arange(layer.num_base_experts, layer.num_experts, device=best.device)
+        kept[key] = torch.cat([best, of_prefixes])
     return ChosenExperts(scores, kept)
 
 

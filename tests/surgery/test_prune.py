@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe import STMoEForConditionalGeneration
+from moe.commands.prune import removed_rows
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import edit_routing, sparse_layers
@@ -20,6 +21,7 @@ from moe.surgery.prune import (
     share_budget,
 )
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
+from tests.surgery.tiny_prefixes import MK, add_prefixes, batch_with, parent_model
 
 DROPLESS = {"capacity_factor": None, "eval_capacity_factor": None}
 LAYERS = [("encoder", 0), ("decoder", 0)]
@@ -75,6 +77,32 @@ def test_a_cut_model_equals_a_masked_one(tmp_path, fields):
     with edit_routing(model, masks):
         masked = logits(model)
     assert torch.equal(logits(pruned), masked)
+
+
+def test_experts_of_a_prefix_stay(tmp_path):
+    model = add_prefixes(parent_model(**DROPLESS), [MK])
+    batch = batch_with(MK, MK)
+    chosen = choose_experts(model, [batch], Pruning(budget=7, floor=3))
+    drawn = choose_experts(model, [], Pruning("random", keep=3))
+    for scores in (*chosen.scores.values(), *drawn.scores.values()):
+        assert len(scores) == 7
+    assert sum(len(kept) for kept in chosen.kept.values()) == 7 + 2 * 3
+    assert all(kept[-3:].tolist() == [7, 8, 9] for kept in chosen.kept.values())
+    for row in removed_rows(chosen):
+        assert "of 7" in row[1] and "10 (" not in row[2]
+
+    pruned = prune(model, chosen.kept, tmp_path)
+    assert pruned.config.prefix_experts == [MK]
+    masks = {}
+    for key, kept in chosen.kept.items():
+        masks[key] = RerouteExperts(*(e for e in range(10) if e not in kept.tolist()))
+    with edit_routing(model, masks):
+        masked = model(**batch).logits
+    is_target = batch["labels"] != -100
+    torch.testing.assert_close(pruned(**batch).logits[is_target], masked[is_target])
+
+    with pytest.raises(ConfigError, match="less than the 7 there are"):
+        Pruning(keep=7).numbers(model)
 
 
 # ---- which experts ----
