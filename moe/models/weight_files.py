@@ -106,6 +106,13 @@ class LazyTensor:
         self.read_quantized = read_quantized
         self.read_each = read_each
 
+    @classmethod
+    def of_rows(
+        cls, shape: Iterable[int], dtype: torch.dtype, read_each: Callable[[], Iterator[Tensor]]
+    ) -> "LazyTensor":
+        """Returns the tensor whose rows <any>[...] are read one at a time."""
+        return cls(shape, dtype, lambda: torch.stack(list(read_each())), read_each=read_each)
+
     def is_floating_point(self) -> bool:
         """Returns whether its numbers are."""
         return self.dtype.is_floating_point

@@ -131,10 +131,7 @@ def _joined(
             yield first
         yield from chain.from_iterable(rows)
 
-    def read() -> Tensor:
-        return torch.stack(list(read_each()))
-
-    return LazyTensor(shape, stacks[0].dtype, read, read_each=read_each)
+    return LazyTensor.of_rows(shape, stacks[0].dtype, read_each)
 
 
 def _refuse(source: Path | str, other: Path | str, what: str) -> NoReturn:

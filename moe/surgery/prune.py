@@ -306,10 +306,7 @@ def _only(kept: Tensor, weight: LazyTensor) -> LazyTensor:
     def read_each() -> Iterator[Tensor]:
         return (row for number, row in enumerate(weight) if number in numbers)
 
-    def read() -> Tensor:
-        return torch.stack(list(read_each()))
-
-    return LazyTensor((len(numbers), *weight.shape[1:]), weight.dtype, read, read_each=read_each)
+    return LazyTensor.of_rows((len(numbers), *weight.shape[1:]), weight.dtype, read_each)
 
 
 def pruned_config(config: Any, kept: Mapping[LayerKey, Tensor]) -> Any:
