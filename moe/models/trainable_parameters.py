@@ -1,7 +1,12 @@
 """Which parameters fine-tuning trains: the paper's subsets."""
 
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from moe.errors import ConfigError, did_you_mean
 from moe.kernels.quantized_weight import FIXED
@@ -29,12 +34,16 @@ SUBSETS = {
     "all": _ALL,
     "non_moe": _ALL - {"router", "experts"},
     "moe": frozenset({"router", "experts"}),
+    "new_experts": frozenset({"router", "experts"}),
     "attention": frozenset({"attention"}),
     "ffn": frozenset({"ffn"}),
     "router_frozen": _ALL - {"router"},
     "lora": frozenset({"adapters"}),
 }
 """Kinds of parameters that train, by the name of the subset."""
+
+_ROW_HOOKS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+"""Hooks on parameters of which only the last rows train, by model."""
 
 
 class Selection(NamedTuple):
@@ -59,7 +68,10 @@ class Selection(NamedTuple):
         # One line for each kind, with the numbers aligned.
         width = len(f"{max(self.total.values()):,}")
         for kind, count in self.total.items():
-            state = "trains" if self.trainable[kind] else "frozen"
+            trainable = self.trainable[kind]
+            state = "trains" if trainable else "frozen"
+            if 0 < trainable < count:
+                state = f"{trainable:,} of them train"
             lines.append(f"  {kind:<9} {count:>{width},}  {state}")
         return "\n".join(lines)
 
@@ -76,6 +88,9 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     - `attention`: projections and position biases of self-attention and encoder-decoder attention.
     - `ffn`: the dense feed-forward layers, including those next to sparse ones; slightly better
       than all.
+    - `new_experts`: the experts of the last prefix in `prefix_experts` and their rows of the
+      routers; all other numbers keep their bits without weight decay (not in the paper, and not on
+      a mesh).
     - `router_frozen`: everything but routers (not in the paper).
     - `lora`: adapters that `model.add_adapter(lora_config(model))` attached (not in the paper).
 
@@ -119,16 +134,46 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
             f"{' or '.join(fitting)}. {FIXED}"
         )
 
-    # Count while freezing.
+    num_new = _num_new_experts(model) if subset == "new_experts" else 0
+
+    # Count while freezing. Of stacks and gates with new experts only the last rows train.
+    for hook in _ROW_HOOKS.pop(model, []):
+        hook.remove()
+    hooks: list[RemovableHandle] = []
     total = Counter[str]()
     trainable = Counter[str]()
     for name, parameter in model.named_parameters():
         kind = kinds[name]
-        trains = kind in chosen
+        trains = kind in chosen and not (num_new and "shared_experts." in name)
         parameter.requires_grad_(trains)
         total[kind] += parameter.numel()
-        trainable[kind] += parameter.numel() if trains else 0
+        trainable[kind] += parameter[-num_new:].numel() if trains else 0
+        if trains and num_new:
+            zero = partial(_zero_gradient, len(parameter) - num_new)
+            hooks.append(parameter.register_post_accumulate_grad_hook(zero))
+    _ROW_HOOKS[model] = hooks
     return Selection(subset, dict(trainable), dict(total))
+
+
+def _num_new_experts(model: STMoEPreTrainedModel) -> int:
+    """Returns the number of experts of the last prefix, which are the last of each sparse layer.
+
+    Raises:
+        ConfigError: When the model has no experts of a prefix.
+    """
+    counts = model.config.prefix_counts()
+    if not counts:
+        raise ConfigError(
+            "The subset 'new_experts' holds the experts of the last prefix, and this model has none. Add them first: "
+            "stmoe upcycle --from MODEL --to LARGER --experts 40 --prefix mk:"
+        )
+    return counts[-1]
+
+
+def _zero_gradient(num_rows: int, parameter: Tensor) -> None:
+    """Sets the gradient <float>[E, ...] of the first rows to zero; with it no optimizer changes them."""
+    assert parameter.grad is not None, "it was just accumulated"
+    parameter.grad[:num_rows] = 0
 
 
 def check_subset(subset: str) -> None:

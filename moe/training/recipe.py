@@ -389,8 +389,8 @@ class FinetuneRecipe(Recipe):
     Attributes:
         init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same
             architecture.
-        parameters: Parameters that train, e.g. `attention` or `lora`; others are `all`, `non_moe`, `moe`, `ffn` and
-            `router_frozen`, see `select_parameters`.
+        parameters: Parameters that train, e.g. `attention` or `lora`; others are `all`, `non_moe`, `moe`,
+            `new_experts`, `ffn` and `router_frozen`, see `select_parameters`.
         lora: The adapters that train with `lora`, which alone are then saved.
         optimizer_state: `keep` starts with the optimizer's state (its slots) from the pre-training
             run, whose checkpoints must be next to the model's folder, and is better in the paper;
@@ -440,3 +440,16 @@ class FinetuneRecipe(Recipe):
         adapts = self.parameters == "lora"
         check(adapts or self.lora == LoraRecipe(), "lora", self.lora, "parameters lora with it")
         check(not adapts or self.init == "pretrained", "init", self.init, "pretrained, for lora")
+        if self.parameters == "new_experts":
+            self._check_new_experts()
+
+    def _check_new_experts(self) -> None:
+        """Raises a ConfigError for a setting with which the other experts would change, too."""
+        settings = {
+            "init": (self.init, "pretrained"),
+            "optimizer_state": (self.optimizer_state, "reset"),
+            "optim.weight_decay": (self.optim.weight_decay, 0.0),
+            "The number of ranks of the mesh": (self.mesh.num_ranks, 1),
+        }
+        for name, (value, needed) in settings.items():
+            check(value == needed, name, value, f"{needed}, for parameters new_experts")
