@@ -48,10 +48,15 @@ def add_surgery_options(parser: Parser, what: str) -> None:
 
 def load_source(options: Namespace) -> InspectedModel:
     """Returns the model before, with its tokenizer."""
-    files = find_tokenizer_files(options.source, {}).values()
-    tokenizer = next((path.parent for path in files), Path(options.source))
+    tokenizer = tokenizer_folder(options.source)
     model = load_model(options.source, mmap=options.mmap)
     return with_tokenizer(tokenizer, model, options.source)
+
+
+def tokenizer_folder(source: str) -> Path:
+    """Returns the folder of a model's tokenizer; for the hub's, that of the files on this machine."""
+    files = find_tokenizer_files(source, {}).values()
+    return next((path.parent for path in files), Path(source))
 
 
 def perform_surgery(

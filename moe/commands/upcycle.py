@@ -7,6 +7,11 @@ The experts of a sparse model get twins, or are cut into parts:
 
     stmoe upcycle --from runs/trained/model --to runs/larger --experts 16 --granularity 2
 
+Texts that begin with a prefix get experts of their own, which no other text uses; only they are trained then:
+
+    stmoe upcycle --from runs/trained/model --to runs/larger --experts 40 --prefix "mk:"
+    stmoe finetune --pretrained runs/larger --parameters new_experts --train mk.jsonl --out runs/mk
+
 A host of moe/hosts stays a model of transformers:
 
     stmoe upcycle --from google/t5gemma-2b-2b-ul2 --to runs/t5gemma_sparse --experts 8 --pairs pairs.jsonl
@@ -20,8 +25,9 @@ import torch
 
 from moe.checkpoint.loading import empty_model
 from moe.cli import Parser, integer
-from moe.commands.surgery import add_surgery_options, perform_surgery
+from moe.commands.surgery import add_surgery_options, perform_surgery, tokenizer_folder
 from moe.commands.surgery_report import ReportTable, SurgeryResult
+from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError, MoEError
 from moe.hosts.all_hosts import find_host
 from moe.hosts.upcycle import upcycle_host_folder
@@ -29,6 +35,7 @@ from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, OUR_MODEL_TYPE
 from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts
+from moe.surgery.prefix_experts import add_prefix_experts, prefix_config, prefix_token_ids
 from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
 from moe.tracing.recorder import TracedBatch
 
@@ -64,6 +71,10 @@ def build_parser() -> Parser:
         default=1,
         help="parts that each expert is cut into; a token uses as many times more experts (1)",
     )
+    parser.add_argument(
+        "--prefix",
+        help="adds experts to a sparse model, up to --experts, that only texts with this beginning use, e.g. mk:",
+    )
     return parser
 
 
@@ -71,6 +82,9 @@ def main(argv: list[str]) -> None:
     """Makes a model sparse, or adds experts to a sparse one."""
     options = build_parser().parse_args(argv)
     sparse = _sparse_config(options.source)
+    if options.prefix is not None:
+        _add_prefix_experts(argv, options, sparse)
+        return
     if sparse is not None:
         _add_experts(argv, options, sparse)
         return
@@ -120,6 +134,34 @@ def _add_experts(argv: list[str], options: Namespace, sparse: STMoEConfig) -> No
             parents[key] = torch.arange(layer.config.num_experts) // factor
         table = ReportTable(["what changes"], [[change] for change in changes])
         return SurgeryResult(parents, [table] if changes else [])
+
+    perform_surgery("upcycle", argv, options, operate)
+
+
+def _add_prefix_experts(argv: list[str], options: Namespace, sparse: STMoEConfig | None) -> None:
+    """Gives a sparse model experts of a prefix."""
+    if sparse is None:
+        raise ConfigError(
+            f"--prefix adds experts to a sparse model of ours, and {options.source} is none. Make a dense one sparse "
+            "first: stmoe upcycle --from MODEL --to SPARSE"
+        )
+    others = (options.selected, options.layers)
+    if options.experts is None or options.granularity > 1 or others != (None, None):
+        raise ConfigError(
+            f"--prefix {options.prefix} goes with --experts alone: the experts of a layer after the addition. Leave "
+            "--granularity, --selected and --layers out."
+        )
+    tokenizer = load_tokenizer(tokenizer_folder(options.source))
+    token_ids = prefix_token_ids(tokenizer, options.prefix)
+    config = prefix_config(sparse, options.prefix, token_ids, options.experts)
+
+    def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
+        """Writes the larger model."""
+        add_prefix_experts(options.source, folder, config)
+        rows = [
+            [record["prefix"], str(record["num_experts"])] for record in config.prefix_experts or ()
+        ]
+        return SurgeryResult(tables=[ReportTable(["prefix", "experts of each layer"], rows)])
 
     perform_surgery("upcycle", argv, options, operate)
 
