@@ -62,15 +62,12 @@ def prefix_config(
     E = sparse.num_experts
     expected = f"more than {E}, the experts that the model has"
     check(num_experts > E, "num_experts", num_experts, expected)
-    records = sparse.prefix_experts or []
-    known = [record["prefix"] for record in records]
-    check(prefix not in known, "prefix", prefix, f"none of the model's own: {', '.join(known)}")
     new = {"prefix": prefix, "token_ids": token_ids, "num_experts": num_experts - E}
-    return with_prefixes(sparse, [*records, new])
+    return with_prefixes(sparse, [*(sparse.prefix_experts or ()), new])
 
 
 def add_prefix_experts(
-    source: Path | str, folder: Path, config: STMoEConfig, *, seed: int = 0, **download: Any
+    source: Path | str, folder: Path, config: STMoEConfig, **download: Any
 ) -> STMoEConfig:
     """Writes a model with experts of one more prefix; holds one tensor in memory at a time.
 
@@ -78,7 +75,6 @@ def add_prefix_experts(
         source: A folder of a sparse model, or a name of the hub.
         folder: Exists, and is empty.
         config: Result of `prefix_config`.
-        seed: Seed of the choice of base experts.
         download: `revision`, `token`, `cache_dir` and the like.
 
     Returns:
@@ -88,18 +84,16 @@ def add_prefix_experts(
         ConfigError: When the experts are quantized.
         CheckpointError: When a tensor of the source is not accounted for.
     """
-    change = partial(with_prefix_experts, config=config, seed=seed)
+    change = partial(with_prefix_experts, config=config)
     return rewrite_checkpoint(source, folder, change, **download)
 
 
-def with_prefix_experts(
-    sparse: ConvertedCheckpoint, config: STMoEConfig, seed: int
-) -> ConvertedCheckpoint:
+def with_prefix_experts(sparse: ConvertedCheckpoint, config: STMoEConfig) -> ConvertedCheckpoint:
     """Returns the weights with the new experts at the end of each stack, each computed when it is read."""
     weights = dict(sparse.weights)
     for path, part in empty_model(config).named_modules():
         if isinstance(part, SparseFeedForward):
-            draw = partial(_draw, part.config, f"{path}/{seed}")
+            draw = partial(_draw, part.config, path)
             for name, tensor in part.state_dict().items():
                 weight = weights[f"{path}.{name}"]
                 if weight.shape != tuple(tensor.shape):  # not that of shared experts
@@ -107,7 +101,7 @@ def with_prefix_experts(
     return sparse._replace(config=config, weights=weights)
 
 
-def _draw(config: SparseConfig, seed: str, name: str) -> Tensor:
+def _draw(config: SparseConfig, path: str, name: str) -> Tensor:
     """Returns the rows <float>[N, ...] of the experts of the last prefix in a new layer's weight."""
     settings = {"num_experts": config.prefix_experts[-1], "num_selected_experts": 1}
     settings |= {
@@ -117,7 +111,7 @@ def _draw(config: SparseConfig, seed: str, name: str) -> Tensor:
         "router_options": {},
     }
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(seed.encode()))
+        torch.manual_seed(zlib.crc32(path.encode()))
         return SparseFeedForward(replace(config, **settings)).state_dict()[name]
 
 
