@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from moe.checkpoint.loading import empty_model
 from moe.cli import Parser, integer
-from moe.commands.surgery import add_surgery_options, perform_surgery, tokenizer_folder
+from moe.commands.surgery import add_surgery_options, load_source, perform_surgery, tokenizer_folder
 from moe.commands.surgery_report import ReportTable, SurgeryResult
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError, MoEError
@@ -33,9 +34,14 @@ from moe.hosts.all_hosts import find_host
 from moe.hosts.upcycle import upcycle_host_folder
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, OUR_MODEL_TYPE
 from moe.models.configuration import STMoEConfig
-from moe.sparse.editing import sparse_layers
+from moe.sparse.editing import LayerKey, sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts
-from moe.surgery.prefix_experts import add_prefix_experts, prefix_config, prefix_token_ids
+from moe.surgery.prefix_experts import (
+    add_prefix_experts,
+    prefix_config,
+    prefix_token_ids,
+    used_experts,
+)
 from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
 from moe.tracing.recorder import TracedBatch
 
@@ -157,7 +163,14 @@ def _add_prefix_experts(argv: list[str], options: Namespace, sparse: STMoEConfig
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Writes the larger model."""
-        add_prefix_experts(options.source, folder, config)
+        copied: dict[LayerKey, Tensor] = {}
+        if batches:
+            model = load_source(options).model
+            copied = used_experts(
+                model, [each.batch for each in batches], config.prefix_counts()[-1]
+            )
+            del model
+        add_prefix_experts(options.source, folder, config, copied)
         rows = [
             [record["prefix"], str(record["num_experts"])] for record in config.prefix_experts or ()
         ]

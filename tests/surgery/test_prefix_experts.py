@@ -11,6 +11,7 @@ import torch
 
 from moe import STMoEForConditionalGeneration
 from moe.commands import finetune, upcycle
+from moe.data.pair_files import read_pairs
 from moe.data.tokenizer import load_tokenizer, train_byte_tokenizer
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, MoEError
@@ -19,8 +20,11 @@ from moe.models import select_parameters
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.serving.batch_generator import BatchGenerator
+from moe.sparse.editing import sparse_layers
 from moe.surgery.prefix_experts import add_prefix_experts, prefix_config
 from moe.surgery.quantize import quantize_checkpoint
+from moe.tracing.examples import SourceText, paired_batches
+from moe.tracing.recorder import record_routing
 from moe.training.recipe import FinetuneRecipe, OptimRecipe
 from tests.hosts.tiny_translator import save_m2m100
 from tests.models.tiny import DENSE, tiny_model
@@ -37,7 +41,7 @@ def added(source, folder, record):
     number = before.num_experts + record["num_experts"]
     config = prefix_config(before, record["prefix"], record["token_ids"], number)
     folder.mkdir()
-    add_prefix_experts(source, folder, config)
+    add_prefix_experts(source, folder, config, {})
     return STMoEForConditionalGeneration.from_pretrained(folder).eval()
 
 
@@ -123,7 +127,7 @@ def tune(folder, out, *more):
         0,
     ]
     rows = ["--data.inputs_length", 16, "--data.targets_length", 8, "--training.batch_size", 5]
-    subset = ["--parameters", "new_experts", "--training.log_every", 1]
+    subset = ["--parameters", "new_experts", "--optim.lr", 0.5, "--optim.warmup_steps", 1]
     finetune.main([str(word) for word in [*paths, *settings, *rows, *subset, *more]])
 
 
@@ -171,6 +175,21 @@ def test_texts_without_the_prefix_are_answered_as_before(folder, tmp_path):
     report = json.loads((folder / "larger/surgery.json").read_text())
     assert report["tables"][0]["rows"] == [["mk:", "3"]]
     assert "| mk: | 3 |" in (folder / "larger/README.md").read_text()
+
+
+def test_new_experts_are_copies_of_those_that_the_pairs_use_most(folder, tmp_path):
+    more = ["--prefix", "az:", "--pairs", folder / "pairs.jsonl", "--inputs-length", 16]
+    larger = upcycle_to(folder / "model", tmp_path / "larger", *more, experts=9)
+    model = STMoEForConditionalGeneration.from_pretrained(folder / "model").eval()
+    pairs = read_pairs(folder / "pairs.jsonl")
+    texts = [SourceText(*pair.texts, 0, "") for pair in pairs]
+    lengths = {"inputs_length": 16, "targets_length": 16, "batch_size": 17}
+    batches = paired_batches(texts, load_tokenizer(folder / "model"), **lengths)
+    for layer in record_routing(model, batches).layers:
+        counts = layer.first.long().bincount(minlength=7)
+        experts = sparse_layers(larger)[layer.key].experts.down_proj
+        copied = [(experts[:7] == row).flatten(1).all(dim=1).int().argmax() for row in experts[7:]]
+        assert sorted(counts[torch.stack(copied)].tolist()) == counts.sort().values[-2:].tolist()
 
 
 def test_a_resumed_run_equals_the_one_that_was_not_stopped(folder, tmp_path, capsys):
