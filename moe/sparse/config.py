@@ -235,10 +235,11 @@ class SparseConfig:
         expected = f"at most num_experts, {self.num_experts}"
         is_enough = self.num_selected_experts <= self.num_experts
         check(is_enough, "num_selected_experts", self.num_selected_experts, expected)
+        counts = self.prefix_experts
         most = self.num_experts - self.num_selected_experts
-        expected = f"at most {most} experts, so that other texts have {self.num_selected_experts}"
-        is_enough = sum(self.prefix_experts) <= most
-        check(is_enough, "prefix_experts", self.prefix_experts, expected)
+        are_counts = isinstance(counts, Sequence) and all(is_kind(n, int) and n > 0 for n in counts)
+        expected = f"numbers of experts, at most {most} together, so that other texts have {self.num_selected_experts}"
+        check(are_counts and sum(counts) <= most, "prefix_experts", counts, expected)
 
         # Slots of an expert.
         check_integer("min_expert_capacity", self.min_expert_capacity, least=0)

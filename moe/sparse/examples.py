@@ -20,22 +20,28 @@ def example_starts(token_mask: Tensor, segment_ids: Tensor | None = None) -> Ten
         segment_ids: <int64>[B, L] example of each token, 0 for padding; None when each sequence is
             one example.
     """
-    if segment_ids is None:
-        return token_mask & (token_mask.cumsum(dim=1) == 1)
-    segment_before = F.pad(segment_ids[:, :-1], (1, 0))  # [B, L]
-    return (segment_ids != segment_before) & (segment_ids != 0)
+    # Examples end where the number of the last real token changes.
+    segments = token_mask.long() if segment_ids is None else segment_ids * token_mask  # [B, L]
+    is_real = segments != 0
+    last = of_first_token(segments, is_real)
+    return is_real & (segments != F.pad(last[:, :-1], (1, 0)))
 
 
 def of_first_token(values: Tensor, starts: Tensor) -> Tensor:
-    """Returns for each token the values <any>[G, S, ...] of the first token of its example.
+    """Returns for each token the values of the first token of its example: of the last start up to it.
 
     Args:
-        values: <any>[G, S, N] values by token.
+        values: <any>[G, S, ...] values by token.
         starts: <bool>[G, S] first tokens.
+
+    Returns:
+        <any>[G, S, ...]; before the first start, values of the first position.
     """
-    position = torch.arange(starts.shape[1], device=starts.device)
+    num_groups, group_size = starts.shape
+    position = torch.arange(group_size, device=starts.device)
     first = position.where(starts, 0).cummax(dim=1).values  # [G, S]
-    return values.gather(1, first[..., None].expand_as(values))
+    group = torch.arange(num_groups, device=starts.device)[:, None]  # [G, 1]
+    return values[group, first]
 
 
 def lowest_logit(logits: Tensor) -> float:
@@ -56,30 +62,29 @@ def prefix_scores(logits: Sequence[Tensor], prefix_numbers: Tensor | None) -> Ro
     Returns:
         <float32>[G, S, E] of each kind; a probability of 0 for experts that a token may not use.
     """
-    floor = lowest_logit(logits[0])
-    sizes = [part.shape[-1] for part in logits]
-    base = logits[0]
-    num_base, num_experts = sizes[0], sum(sizes)
+    base, *others = logits
+    floor = lowest_logit(base)
+    num_base = base.shape[-1]
+    num_experts = num_base + sum(part.shape[-1] for part in others)
+
+    def widened(values: Tensor, first: int, rest: float) -> Tensor:
+        """Returns [G, S, E] of values of the base experts and of those from `first` on."""
+        own, part = values[..., :num_base], values[..., num_base:]
+        gap = (first - num_base, num_experts - first - part.shape[-1])
+        return torch.cat([own, F.pad(part, gap, value=rest)], dim=-1)
 
     # Without a prefix: the base experts alone.
-    num_others = num_experts - num_base
-    probs = F.pad(base.softmax(dim=-1), (0, num_others))  # [G, S, E]
-    allowed = F.pad(base, (0, num_others), value=floor)
+    allowed = widened(base, num_base, floor)
+    probs = widened(base.softmax(dim=-1), num_base, 0.0)
     if prefix_numbers is None:
         return RouterScores(allowed, probs)
 
     # With one: its experts, too, in their places.
-    before = num_base
-    for number, part in enumerate(logits[1:], start=1):
-        after = num_experts - before - sizes[number]
-        gap = (before - num_base, after)
+    first = num_base
+    for number, part in enumerate(others, start=1):
         has_prefix = (prefix_numbers == number)[..., None]  # [G, S, 1]
-        base_probs, part_probs = (
-            torch.cat([base, part], dim=-1).softmax(dim=-1).split([num_base, sizes[number]], dim=-1)
-        )
-        widened = torch.cat([base_probs, F.pad(part_probs, gap)], dim=-1)  # [G, S, E]
-        probs = widened.where(has_prefix, probs)
-        widened = torch.cat([base, F.pad(part, gap, value=floor)], dim=-1)
-        allowed = widened.where(has_prefix, allowed)
-        before += sizes[number]
+        both = torch.cat([base, part], dim=-1)
+        allowed = widened(both, first, floor).where(has_prefix, allowed)
+        probs = widened(both.softmax(dim=-1), first, 0.0).where(has_prefix, probs)
+        first += part.shape[-1]
     return RouterScores(allowed, probs)

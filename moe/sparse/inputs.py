@@ -17,21 +17,15 @@ _MASK_ADVICE = "Give a bool mask, True for real tokens and False for padding"
 
 
 def check_inputs(
-    x: Tensor,
-    token_mask: Tensor | None,
-    token_ids: Tensor | None,
-    word_embeddings: Tensor | None,
-    *,
-    d_model: int,
+    x: Tensor, d_model: int, *, word_embeddings: Tensor | None, **of_tokens: Tensor | None
 ) -> None:
     """Raises unless the inputs of a layer fit each other; None if not given.
 
     Args:
         x: <any float>[B, L, D] hidden states.
-        token_mask: <bool>[B, L], or 0 and 1 of any dtype.
-        token_ids: <any integer>[B, L] vocabulary ids.
-        word_embeddings: <any float>[B, L, D] embeddings of those ids.
         d_model: Width of the layer, D.
+        word_embeddings: <any float>[B, L, D] embeddings of the tokens.
+        of_tokens: <any>[B, L] further inputs by name.
 
     Raises:
         DataError: When one is not a tensor or has another shape, or x is not of floats.
@@ -44,12 +38,8 @@ def check_inputs(
         )
 
     # The others have one value, or one embedding, for each token of x.
-    of_tokens = (
-        ("token_mask", token_mask, shape[:2]),
-        ("token_ids", token_ids, shape[:2]),
-        ("word_embeddings", word_embeddings, shape),
-    )
-    for name, value, expected in of_tokens:
+    for name, value in (*of_tokens.items(), ("word_embeddings", word_embeddings)):
+        expected = shape if name == "word_embeddings" else shape[:2]
         if value is not None and getattr(value, "shape", None) != expected:
             raise DataError(
                 f"{name} is {_described(value)}, but x has {shape[0]} sequences of {shape[1]} tokens; expected "

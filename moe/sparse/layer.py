@@ -150,7 +150,15 @@ class SparseFeedForward(nn.Module):
                 missing, or the router's logits are not finite.
         """
         # Tokens of whole sequences, side by side in groups.
-        check_inputs(x, token_mask, token_ids, word_embeddings, d_model=self.config.d_model)
+        check_inputs(
+            x,
+            self.config.d_model,
+            token_mask=token_mask,
+            token_ids=token_ids,
+            word_embeddings=word_embeddings,
+            segment_ids=segment_ids,
+            prefix_numbers=prefix_numbers,
+        )
         batch, length, _ = x.shape
         sequences = sequences_per_group(batch, length, tokens_per_group(self.config))
         inputs = group_inputs(x, token_mask, token_ids, word_embeddings, sequences)

@@ -34,21 +34,25 @@ class PoolsRouter(TokenChoiceRouter):
         if not self.training:
             return scores
         assert inputs.starts is not None, "the layer finds them"
-        in_pool = self.draw_pools(scores.probs.detach(), inputs.starts)
+        in_pool = self.draw_pools(scores.logits.detach(), inputs.starts)
         logits = scores.logits.masked_fill(~in_pool, lowest_logit(scores.logits))
         return router_scores(logits)
 
-    def draw_pools(self, probs: Tensor, starts: Tensor) -> Tensor:
+    def draw_pools(self, logits: Tensor, starts: Tensor) -> Tensor:
         """Returns which experts are in the pool of each token's example.
 
         Args:
-            probs: <float32>[G, S, E] of all experts.
+            logits: <float32>[G, S, E] of all experts.
             starts: <bool>[G, S] first tokens of examples.
 
         Returns:
             <bool>[G, S, E].
         """
         K, E = self.config.num_selected_experts, self.config.num_experts
-        d = torch.randint(K, E + 1, (*starts.shape, 1), device=probs.device)  # [G, S, 1]
-        least = probs.sort(dim=-1, descending=True).values.gather(-1, d - 1)  # [G, S, 1]
-        return of_first_token(probs >= least, starts)
+        d = torch.randint(K, E + 1, (*starts.shape, 1), device=logits.device)  # [G, S, 1]
+        least = logits.sort(dim=-1, descending=True).values.gather(-1, d - 1)  # [G, S, 1]
+        return of_first_token(logits >= least, starts)
+
+    def preference(self, scores: RouterScores) -> Tensor:
+        """Returns logits in training, where probabilities in a pool may round to the 0 of other experts."""
+        return scores.logits if self.training else super().preference(scores)

@@ -74,7 +74,7 @@ class TokenChoiceRouter(Router):
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The K best experts of each token, and the gate of each.
         num_selected = self.config.num_selected_experts
-        expert_index = select_experts(scores.probs, num_selected)  # [G, S, K]
+        expert_index = select_experts(self.preference(scores), num_selected)  # [G, S, K]
         gates = self.gates(scores, expert_index)  # [G, S, K]
 
         # Appendix G: whether the second expert is worth its slot. Padding requests nothing.
@@ -122,6 +122,10 @@ class TokenChoiceRouter(Router):
         if self.training:
             return options.second_expert_policy, options.second_expert_threshold
         return options.eval_second_expert_policy, options.eval_second_expert_threshold
+
+    def preference(self, scores: RouterScores) -> Tensor:
+        """Returns the scores <float32>[G, S, E] of which each token chooses the K largest."""
+        return scores.probs
 
     def priority(self, scores: RouterScores, token_mask: Tensor) -> Tensor | None:
         """Returns which tokens are served first among equal choices.
