@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from moe.data.pipeline import Batch
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import target_losses
-from moe.models.outputs import STMoEEncoderOutput
 from moe.sparse.editing import LayerKey, PlanEdit, edit_routing, sparse_layers
 from moe.sparse.plan import DispatchPlan, RouterScores
 
@@ -49,7 +48,7 @@ class Unchanged(NamedTuple):
     losses: Tensor
     is_right: Tensor
     plans: dict[LayerKey, DispatchPlan]
-    encoder_outputs: STMoEEncoderOutput
+    encoder_outputs: Any
     before: dict[LayerKey, Any]
 
 
@@ -66,23 +65,28 @@ def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
     def keep_before(key: LayerKey, block: nn.Module, args: object, output: object) -> None:
         before[key] = output
 
-    # Starting points of later passes: outputs of the blocks before sparse ones.
+    encoder_outputs: list[Any] = []
+
+    def keep_encoded(encoder: nn.Module, args: object, output: object) -> None:
+        encoder_outputs.append(output)
+
+    # Starting points of later passes: outputs of the encoder, and of the blocks before sparse ones.
     layers = sparse_layers(model)
     edits: dict[LayerKey, PlanEdit] = {key: partial(keep_plan, key) for key in layers}
     with ExitStack() as contexts:
         contexts.enter_context(edit_routing(model, edits))
+        contexts.enter_context(model.get_encoder().register_forward_hook(keep_encoded))
         for key in layers:
             for block in _blocks_before(model, key)[-1:]:
                 contexts.enter_context(block.register_forward_hook(partial(keep_before, key)))
         output = model(**batch, use_cache=False)
 
-    memory = output.encoder_last_hidden_state
     return Unchanged(
         batch=batch,
         losses=target_losses(output.logits, batch["labels"]),
         is_right=right_answers(output, batch).cpu(),
         plans=plans,
-        encoder_outputs=STMoEEncoderOutput(last_hidden_state=memory),
+        encoder_outputs=encoder_outputs[0],
         before=before,
     )
 
