@@ -3,8 +3,8 @@
     apt-get download libreoffice-help-en-us libreoffice-help-de libreoffice-help-fr
     python -m scripts.help_pairs --packages . --languages de fr --out runs/help
 
-A pair is `de: Click OK` and `Klicken Sie auf OK`; its group is the English text, which is in the same one of `train.jsonl`,
-`dev.jsonl` and `test.jsonl` in all languages. The texts are under MPL-2.0. Comes before
+A pair is `de: Click OK` and `Klicken Sie auf OK`; its group is the English text. Files: `train.jsonl`, `dev.jsonl` and
+`test.jsonl`; an English text is in the same file in all languages. The texts are under MPL-2.0. Comes before
 `python -m scripts.study recipes/studies/help.yaml`.
 """
 
@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import hashlib
 import html
 import json
+import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,14 +32,11 @@ SPLITS = ("dev", "test", "train")
 DEV_SHARE = 0.04
 TEST_SHARE = 0.04
 
-KIND = register_folder_kind(
-    "help pairs",
-    markers=[f"{split}.jsonl" for split in SPLITS],
-    parts=[f"{split}.jsonl" for split in SPLITS],
-)
+FILES = [f"{split}.jsonl" for split in SPLITS]
+KIND = register_folder_kind("help pairs", markers=FILES, parts=FILES)
 
-_PAGES = "usr/share/libreoffice/help/"
-_PAGE = re.compile(rf"(?:\./)?{_PAGES}[^/]+/text/(.+\.html)")
+_PAGES = "usr/share/libreoffice/help"
+_PAGE = re.compile(rf"(?:\./)?{_PAGES}/[^/]+/text/(.+\.html)")
 _PARAGRAPH = re.compile(r'<(p|h[1-6]) id="([^"]+)"[^>]*>(.*?)</\1>', re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
 
@@ -82,7 +80,7 @@ def main(argv: list[str]) -> None:
 def help_pairs(
     packages: Path, languages: Sequence[str], most_characters: int
 ) -> list[dict[str, str]]:
-    """Returns the paragraphs that differ from their English ones as pairs, each once, in the order of the pages.
+    """Returns the pairs of all languages: each once, without those whose texts are equal.
 
     Args:
         packages: Folder of the packages.
@@ -133,41 +131,43 @@ def _pages(packages: Path, language: str) -> Iterator[tuple[str, str]]:
     """Yields the name and the text of each page of a language.
 
     Raises:
-        DataError: When its package is not exactly once in the folder, or cannot be read.
+        DataError: When the folder does not have its package once, or it cannot be read.
     """
-    files = sorted(packages.glob(f"libreoffice-help-{language}_*.deb"))
-    folders = [f for f in packages.glob(f"{_PAGES}*") if f.name.lower() == language]
+    files = list(packages.glob(f"libreoffice-help-{language}_*.deb"))
+    folders = [folder for folder in packages.glob(f"{_PAGES}/*") if folder.name.lower() == language]
     if len(files) + len(folders) != 1:
         raise DataError(
-            f"{packages} holds {len(files) + len(folders)} packages libreoffice-help-{language}; expected one. "
-            f"Fetch it there with: apt-get download libreoffice-help-{language}"
+            f"{packages} has libreoffice-help-{language} {len(files) + len(folders)} times; expected it once. "
+            f"To get it: apt-get download libreoffice-help-{language}"
         )
+
     for folder in folders:
         for file in sorted(folder.glob("text/**/*.html")):
-            with reading(file, advice="Unpack it again."):
+            with reading(file, advice="Unpack the package again."):
                 yield file.relative_to(folder / "text").as_posix(), file.read_text(encoding="utf-8")
     for file in files:
-        with reading(file, advice="Fetch it again.", problem="is not a Debian package"):
+        advice = "Fetch it again, or unpack it (dpkg-deb -x) and give that folder."
+        with reading(file, advice=advice, problem="cannot be unpacked"):
             yield from _unpack(file)
 
 
 def _unpack(package: Path) -> Iterator[tuple[str, str]]:
-    """Yields the name and the text of each page of a Debian package: an ar archive, with a tar archive inside."""
+    """Yields the name and the text of each page in a Debian package.
+
+    It is an `ar` archive, 60 bytes before each file; one of them, data.tar, is an archive, too.
+    """
     with package.open("rb") as file:
-        if file.read(8) != b"!<arch>\n":
-            raise DataError(f"{package} is not a Debian package. Fetch it again.")
-        while header := file.read(60):
+        file.seek(len("!<arch>\n"))
+        while not (header := file.read(60)).startswith(b"data.tar"):
             size = int(header[48:58])
-            if header.startswith(b"data.tar"):
-                with tarfile.open(fileobj=file, mode="r|*") as archive:
-                    for member in archive:
-                        page = _PAGE.fullmatch(member.name)
-                        content = archive.extractfile(member) if page else None
-                        if page and content:
-                            yield page[1], content.read().decode("utf-8")
-                return
-            file.seek(size + size % 2, 1)
-        raise DataError(f"{package} has no data.tar. Fetch it again.")
+            file.seek(size + size % 2, os.SEEK_CUR)
+
+        with tarfile.open(fileobj=file, mode="r|*") as archive:
+            for member in archive:
+                page = _PAGE.fullmatch(member.name)
+                content = archive.extractfile(member) if page and member.isfile() else None
+                if page and content:
+                    yield page[1], content.read().decode("utf-8")
 
 
 if __name__ == "__main__":
