@@ -97,7 +97,10 @@ class AddedExperts:
         expected = f"a divisor of {width}, the hidden units of an expert"
         check(width % G == 0, "granularity", G, expected)
 
+        prefixes = sparse.prefix_experts or []
         settings: dict[str, Any] = {
+            "prefix_experts": [{**e, "num_experts": factor * e["num_experts"]} for e in prefixes]
+            or None,
             "num_experts": factor * sparse.num_experts,
             "encoder_experts": [factor * number for number in sparse.layer_experts(decoder=False)],
             "decoder_experts": [factor * number for number in sparse.layer_experts(decoder=True)],

@@ -43,6 +43,7 @@ _LAYER_SETTINGS = (
     "decoder_router_options",
     "encoder_experts",
     "decoder_experts",
+    "prefix_experts",
 )
 """Settings that a student without routers does not have."""
 

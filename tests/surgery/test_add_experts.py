@@ -10,6 +10,7 @@ from moe.errors import ConfigError
 from moe.sparse.editing import sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts
 from tests.models.tiny import UL2_AND_UMT5, tiny_batch, tiny_model
+from tests.surgery.tiny_prefixes import AZ, MK, add_prefixes, batch_with, parent_model
 
 DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 SINGLE = {"num_selected_experts": 1, "router_options": None}
@@ -63,6 +64,21 @@ def test_more_experts_compute_the_same(tmp_path, settings, fields):
     assert larger.config.num_selected_experts == factor * model.config.num_selected_experts
     rows = sparse_layers(larger)["encoder", 0].router.gate.unflatten(0, (7, factor))
     assert torch.equal(rows, rows[:, :1].expand_as(rows))
+
+
+def test_experts_of_a_prefix_get_twins_and_parts_of_their_own(tmp_path):
+    model = add_prefixes(parent_model(), [MK, AZ])
+    larger = enlarge(model, tmp_path, num_experts=24, granularity=2)
+    assert larger.config.prefix_counts() == (12, 8)
+    for records in ([MK, AZ], []):
+        batch = batch_with(*records)
+        is_target = batch["labels"] != -100
+        torch.testing.assert_close(
+            larger(**batch).logits[is_target],
+            model(**batch).logits[is_target],
+            atol=1e-5,
+            rtol=1e-5,
+        )
 
 
 def test_the_balance_loss_stays_where_it_counts_first_choices(tmp_path):

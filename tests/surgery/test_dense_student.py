@@ -15,6 +15,7 @@ from moe.surgery.dense_student import (
 )
 from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
 from tests.models.tiny import DENSE, UL2_AND_UMT5, tiny_batch, tiny_model
+from tests.surgery.tiny_prefixes import MK, add_prefixes, parent_model
 
 NEAR = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -52,6 +53,14 @@ def test_from_dense_to_sparse_and_back_is_the_identity(tmp_path, granularity, fi
         assert student.state_dict().keys() == dense.state_dict().keys()
         (tmp_path / "t5").mkdir()
         convert_checkpoint(tmp_path / "sparse_best", tmp_path / "t5", form="t5")
+
+
+@pytest.mark.parametrize("stacking", [False, True])
+def test_a_student_has_no_experts_of_a_prefix(tmp_path, stacking):
+    teacher = add_prefixes(parent_model(sparse_dense_stacking=stacking), [MK])
+    teacher.save_pretrained(tmp_path / "teacher")
+    student = student_of(tmp_path / "teacher", "best")
+    assert student.config.num_experts == int(stacking) and student.config.prefix_experts is None
 
 
 def test_the_aligned_mean_of_shuffled_experts_is_the_teacher_where_the_mean_is_not(tmp_path):
