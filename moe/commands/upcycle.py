@@ -7,9 +7,10 @@ The experts of a sparse model get twins, or are cut into parts:
 
     stmoe upcycle --from runs/trained/model --to runs/larger --experts 16 --granularity 2
 
-Texts that begin with a prefix get experts of their own, which no other text uses; only they are trained then:
+Texts that begin with a prefix get experts of their own, which no other text uses: copies of those that the pairs use
+most. Only they are trained then:
 
-    stmoe upcycle --from runs/trained/model --to runs/larger --experts 40 --prefix "mk:"
+    stmoe upcycle --from runs/trained/model --to runs/larger --experts 40 --prefix "mk:" --pairs mk.jsonl
     stmoe finetune --pretrained runs/larger --parameters new_experts --train mk.jsonl --out runs/mk
 
 A host of moe/hosts stays a model of transformers:
@@ -35,13 +36,8 @@ from moe.hosts.upcycle import upcycle_host_folder
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, OUR_MODEL_TYPE
 from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import LayerKey, sparse_layers
+from moe.surgery import prefix_experts
 from moe.surgery.add_experts import AddedExperts, add_experts
-from moe.surgery.prefix_experts import (
-    add_prefix_experts,
-    prefix_config,
-    prefix_token_ids,
-    used_experts,
-)
 from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
 from moe.tracing.recorder import TracedBatch
 
@@ -158,19 +154,19 @@ def _add_prefix_experts(argv: list[str], options: Namespace, sparse: STMoEConfig
             "--granularity, --selected and --layers out."
         )
     tokenizer = load_tokenizer(tokenizer_folder(options.source))
-    token_ids = prefix_token_ids(tokenizer, options.prefix)
-    config = prefix_config(sparse, options.prefix, token_ids, options.experts)
+    token_ids = prefix_experts.prefix_token_ids(tokenizer, options.prefix)
+    config = prefix_experts.prefix_config(sparse, options.prefix, token_ids, options.experts)
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Writes the larger model."""
         copied: dict[LayerKey, Tensor] = {}
         if batches:
             model = load_source(options).model
-            copied = used_experts(
+            copied = prefix_experts.used_experts(
                 model, [each.batch for each in batches], config.prefix_counts()[-1]
             )
             del model
-        add_prefix_experts(options.source, folder, config, copied)
+        prefix_experts.add_prefix_experts(options.source, folder, config, copied)
         rows = [
             [record["prefix"], str(record["num_experts"])] for record in config.prefix_experts or ()
         ]
