@@ -1,27 +1,28 @@
-"""Common parts of all reports: the machine, the form of their tables, and how they are saved."""
+"""The machine of a report, and what it does at most: the rulers beside measured times."""
 
 import datetime
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from moe.files import whole_file
-from moe.inspection.tables import format_table
 from moe.kernels.product_choice import processor_name
+from moe.kernels.torch_private import onednn_linear
 
-Columns = Sequence[tuple[str, str | Callable[[Any], Any], str]]
-"""The columns of a table: header, field of a row or function of it, and format of its values."""
+COPIED_BYTES = 2**28  # more than any cache holds
+SQUARE_SIZES = {"cpu": 2048, "cuda": 8192}  # reading the matrices does not slow the product down
+COPY = "copy"
+SQUARE = "square"
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Returns the device, its threads and how they wait, torch's version and the time."""
     now = datetime.datetime.now(datetime.UTC)
+    is_gpu = device.type == "cuda"
     return {
-        "device": _device_name(device),
+        "device": torch.cuda.get_device_name(device) if is_gpu else processor_name(),
         "threads": torch.get_num_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "spin_count": os.environ.get("GOMP_SPINCOUNT", "default"),
@@ -30,48 +31,31 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def format_report(report: Mapping[str, Any], columns: Columns) -> str:
-    """Returns a report as text: where and how often it was measured, and the table of its rows.
+def build_copy(device: torch.device) -> dict[str, Callable[[], object]]:
+    """Returns a copy of large memory, to be measured in turn with others."""
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    return {COPY: partial(torch.empty_like(source).copy_, source)}
 
-    Args:
-        report: The report, which begins with `describe_machine` and `rounds`.
-        columns: Columns of the table.
+
+def build_squares(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Returns a large square product by each library that torch has for it, likewise.
+
+    On a CPU these are its BLAS and oneDNN in float32; in 16 bits torch calls oneDNN itself.
     """
-    machine = f"{report['device']}, threads: {report['threads']}, torch {report['torch']}"
-    table = report_table(columns, report["rows"])
-    return f"{machine}, {report['rounds']} rounds\n\n{table}"
+    size = SQUARE_SIZES[device.type]
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    squares: dict[str, Callable[[], object]] = {SQUARE: partial(torch.mm, a, b.t())}
+    if device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        squares[f"{SQUARE} onednn"] = partial(onednn_linear, a, b)
+    return squares
 
 
-def report_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table of rows; a cell is empty where its row has no such field, or None."""
-    cells: list[list[str]] = []
-    for row in rows:
-        line: list[str] = []
-        for _, field, form in columns:
-            value = row.get(field) if isinstance(field, str) else field(row)
-            line.append("" if value is None else format(value, form))
-        cells.append(line)
-    return format_table([header for header, _, _ in columns], cells)
+def square_tflops(round_: Mapping[str, float], device: torch.device) -> float:
+    """Returns the TFLOP/s of the better library's square product in a round."""
+    ms = min(ms for name, ms in round_.items() if name.startswith(SQUARE))
+    return 2 * SQUARE_SIZES[device.type] ** 3 / ms / 1e9
 
 
-def print_report(text: str, path: Path | None) -> None:
-    """Prints a report, and where its table is saved."""
-    print(text)
-    if path is not None:
-        print(f"The table is in {path}.")
-
-
-def save_report(report: Mapping[str, Any], path: Path | None) -> None:
-    """Writes a report, whole or not at all; None for no file."""
-    if path is None:
-        return
-
-    with whole_file(path) as partial:
-        partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _device_name(device: torch.device) -> str:
-    """Returns the name of the GPU, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name()
+def copy_gb_per_second(round_: Mapping[str, float]) -> float:
+    """Returns the GB/s of the copy in a round, both read and written."""
+    return 2 * COPIED_BYTES / round_[COPY] / 1e6

@@ -21,14 +21,18 @@ Name = TypeVar("Name")
 
 
 def measure_rounds(
-    variants: Sequence[Variant], pass_name: Pass, rounds: int, device: torch.device
+    variants: Sequence[Variant],
+    pass_name: Pass,
+    rounds: int,
+    device: torch.device,
+    rulers: Mapping[str, Callable[[], object]],
 ) -> Iterator[dict[str, float]]:
-    """Yields the milliseconds of every variant, round by round; see `measure_in_turn`.
+    """Yields the milliseconds of every variant and ruler, round by round; see `measure_in_turn`.
 
     Tokens are redrawn for every round, as in training: the experts' loads then change, and
     libraries may have to prepare for new sizes.
     """
-    runs = {variant.name: partial(variant.run, pass_name) for variant in variants}
+    runs = {variant.name: partial(variant.run, pass_name) for variant in variants} | rulers
     clears = {variant.name: variant.clear for variant in variants}
     return measure_in_turn(runs, clears, rounds, device, prepare=partial(draw_tokens, variants))
 
@@ -133,18 +137,7 @@ def capture_cuda_graph(variant: Variant, pass_name: Pass) -> str:
         `yes`, or `no: ` and the first line of the error.
     """
     try:
-        # Warm up on a side stream, as torch requires.
-        side_stream = torch.cuda.Stream()
-        side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side_stream):
-            for _ in range(WARM_UP_RUNS):
-                variant.run(pass_name)
-                variant.clear()
-        torch.cuda.current_stream().wait_stream(side_stream)
-
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            variant.run(pass_name)
+        graph = capture_graph(partial(variant.run, pass_name), WARM_UP_RUNS, variant.clear)
         graph.replay()
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -153,3 +146,21 @@ def capture_cuda_graph(variant: Variant, pass_name: Pass) -> str:
     finally:
         variant.clear()
     return "yes"
+
+
+def capture_graph(
+    run: Callable[[], object], warm_up_runs: int, clear: Callable[[], object] = tuple
+) -> torch.cuda.CUDAGraph:
+    """Returns a CUDA graph of one call of `run`, after some on a side stream, as torch requires."""
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        for _ in range(warm_up_runs):
+            run()
+            clear()
+    torch.cuda.current_stream().wait_stream(side_stream)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph

@@ -4,10 +4,11 @@ Everything is measured in turn, in one run, and ends in one table.
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -15,16 +16,20 @@ from tqdm import tqdm
 from benchmarks.cases import CASES, DTYPES, Case, Pass, Problem, Variant, build_problem
 from benchmarks.layer.peers import PEERS, UnavailableError, build_peer, close_peers
 from benchmarks.layer.variants import ON_REQUEST, OURS, moe_dropless
-from benchmarks.machine import Columns, describe_machine, format_report, print_report, save_report
+from benchmarks.machine import (
+    build_copy,
+    build_squares,
+    copy_gb_per_second,
+    describe_machine,
+    square_tflops,
+)
+from benchmarks.report import Columns, Group, Row, measure_groups, rows_by_round
 from benchmarks.timing import capture_cuda_graph, measure_rounds, median_ratio, ratio_range
 from moe.errors import ConfigError
 from moe.kernels.host_memory import keep_freed_memory
 
 VARIANTS = (*OURS, *PEERS)
 GRAPHED = ("moe_dropless", "moe_static")
-
-Row = dict[str, Any]
-"""A row of the saved table."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,7 @@ class LayerBenchmark:
         variants: Of `VARIANTS` and `ON_REQUEST`; `dense` is measured in any case.
         rounds: How often everything is measured; results are medians.
         device: Where.
-        json: File to save to after every case; None for none.
-        report: Results so far.
+        json: File to save to after every round; None for none.
     """
 
     cases: Sequence[int]
@@ -49,7 +53,6 @@ class LayerBenchmark:
     rounds: int
     device: torch.device
     json: Path | None
-    report: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks what argparse cannot.
@@ -70,76 +73,58 @@ class LayerBenchmark:
 
 
 def run_layer(benchmark: LayerBenchmark) -> None:
-    """Measures, prints the table and saves it; results are saved as they come in."""
+    """Measures, prints the table and saves it."""
     # As in training.
     keep_freed_memory()
 
-    # Saved before anything is measured: so an unwritable path is reported at once.
-    report = benchmark.report
-    report.update(describe_run(benchmark))
-    save_report(report, benchmark.json)
+    settings = {**describe_machine(benchmark.device), "rounds": benchmark.rounds}
     try:
-        measure_cases(benchmark)
+        measure_groups(settings, layer_groups(benchmark), {"rows": COLUMNS}, benchmark.json)
     finally:
         close_peers()
 
-    print_report(format_report(report, COLUMNS), benchmark.json)
+
+def layer_groups(benchmark: LayerBenchmark) -> list[Group]:
+    """Returns a group for every case, dtype that it has, and pass."""
+    groups: list[Group] = []
+    for case, dtype, pass_name in product(benchmark.cases, benchmark.dtypes, benchmark.passes):
+        if dtype in CASES[case].dtypes:
+            keys = {"case": case, "dtype": dtype, "pass": pass_name}
+            groups.append(Group(keys, partial(measure_pass, benchmark, case, dtype, pass_name)))
+    return groups
 
 
-def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
-    """Returns the start of the report: the machine, and the number of repetitions."""
-    return {**describe_machine(benchmark.device), "rounds": benchmark.rounds, "rows": []}
-
-
-def measure_cases(benchmark: LayerBenchmark) -> None:
-    """Adds the rows of all cases and dtypes that it lacks to the report, and saves it after each."""
-    # Some cases have one dtype only.
-    measured = {(row["case"], row["dtype"]) for row in benchmark.report["rows"]}
-    groups: list[tuple[int, str]] = []
-    for case in benchmark.cases:
-        for dtype in benchmark.dtypes:
-            if dtype in CASES[case].dtypes and (case, dtype) not in measured:
-                groups.append((case, dtype))
-
-    total = len(groups) * len(benchmark.passes) * benchmark.rounds
-    with tqdm(total=total, desc="layer", unit="round", mininterval=1.0) as bar:
-        for case, dtype in groups:
-            # Every case compiles its own graphs, of which torch allows a few.
-            torch.compiler.reset()
-            benchmark.report["rows"] += measure_group(benchmark, case, dtype, bar)
-            save_report(benchmark.report, benchmark.json)
-
-
-def measure_group(benchmark: LayerBenchmark, case: int, dtype: str, bar: tqdm) -> list[Row]:
-    """Returns the rows of one case in one dtype."""
-    problem = build_problem(CASES[case], DTYPES[dtype], benchmark.device)
+def measure_pass(
+    benchmark: LayerBenchmark, case: int, dtype: str, pass_name: Pass
+) -> Iterator[list[Row]]:
+    """Yields a row for every variant after every round."""
+    # Every group compiles its own graphs, of which torch allows a few.
+    torch.compiler.reset()
+    device = benchmark.device
+    problem = build_problem(CASES[case], DTYPES[dtype], device)
     variants = build_variants(problem, benchmark.variants, f"case {case}, {dtype}")
     differences = compare_outputs(variants)
 
-    # Forward alone, and forward with backward.
-    rows: list[Row] = []
-    for pass_name in benchmark.passes:
-        # Time all variants in turn.
-        bar.set_postfix_str(f"case {case} {dtype} {pass_name}")
-        times: list[dict[str, float]] = []
-        for round_ in measure_rounds(variants, pass_name, benchmark.rounds, benchmark.device):
-            times.append(round_)
-            bar.update()
-
+    def describe(times: Sequence[dict[str, float]]) -> list[Row]:
+        rows: list[Row] = []
         for variant in variants:
-            row: Row = {
-                "case": case,
-                "dtype": dtype,
-                "pass": pass_name,
-                "variant": variant.name,
-                **describe_times(CASES[case], variant, pass_name, times),
-                "difference": differences.get(variant.name),
-                "note": variant.note,
-            }
-            if benchmark.device.type == "cuda" and variant.name in GRAPHED:
+            numbers = describe_times(CASES[case], variant, pass_name, times, device)
+            difference = differences.get(variant.name)
+            rows.append({"variant": variant.name, **numbers, "difference": difference})
+            rows[-1]["note"] = variant.note
+        return rows
+
+    rulers = build_squares(DTYPES[dtype], device) | build_copy(device)
+    rows: list[Row] = []
+    rounds = measure_rounds(variants, pass_name, benchmark.rounds, device, rulers)
+    for rows in rows_by_round(rounds, describe):
+        yield rows
+
+    if device.type == "cuda":
+        for row, variant in zip(rows, variants, strict=True):
+            if variant.name in GRAPHED:
                 row["cuda_graph"] = capture_cuda_graph(variant, pass_name)
-            rows.append(row)
-    return rows
+        yield rows
 
 
 def build_variants(problem: Problem, names: Sequence[str], where: str) -> list[Variant]:
@@ -188,15 +173,23 @@ def compare_outputs(variants: Sequence[Variant]) -> dict[str, float]:
 
 
 def describe_times(
-    case: Case, variant: Variant, pass_name: Pass, times: Sequence[dict[str, float]]
+    case: Case,
+    variant: Variant,
+    pass_name: Pass,
+    times: Sequence[dict[str, float]],
+    device: torch.device,
 ) -> Row:
     """Returns the measured numbers of a row.
 
-    FLOPs count the products that the variant really computes.
+    FLOPs count the products that the variant really computes. `of_square` is their speed over that of
+    the better library's square product in the same round.
     """
     # TFLOP/s: operations by 1e12 over milliseconds by 1e3.
     ms = statistics.median(round_[variant.name] for round_ in times)
     flops = case.flops(variant.rows, pass_name)
+    shares: list[float] = []
+    for round_ in times:
+        shares.append(flops / round_[variant.name] / 1e9 / square_tflops(round_, device))
     return {
         "ms": ms,
         "ratio": median_ratio(times, variant.name, "dense"),
@@ -204,6 +197,8 @@ def describe_times(
         "product_rows": variant.rows,
         "flops": flops,
         "tflops": flops / ms / 1e9,
+        "of_square": statistics.median(shares),
+        "copy_gb_per_second": statistics.median(map(copy_gb_per_second, times)),
     }
 
 
@@ -239,6 +234,8 @@ COLUMNS: Columns = (
     ("range", show_range, ""),
     ("rows", relative_rows, ".2f"),
     ("TFLOP/s", "tflops", ".2f"),
+    ("/ square", "of_square", ".2f"),
+    ("copy GB/s", "copy_gb_per_second", ".1f"),
     ("difference", "difference", ".0e"),
     ("note", show_notes, ""),
 )

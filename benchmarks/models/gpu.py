@@ -2,28 +2,26 @@
 decoding step, and the updates of the optimizers.
 
 The decoding step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed. All must
-decode the same tokens. A run that is interrupted continues after the last part that it saved.
+decode the same tokens.
 """
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import EncoderDecoderCache, StaticCache, SwitchTransformersConfig
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from benchmarks.layer.layer import COLUMNS as LAYER_COLUMNS
-from benchmarks.layer.layer import LayerBenchmark, describe_run, measure_cases
-from benchmarks.machine import Columns, format_report, print_report, report_table, save_report
+from benchmarks.layer.layer import LayerBenchmark, layer_groups
+from benchmarks.machine import describe_machine
 from benchmarks.models.model import (
-    ModelBenchmark,
     ModelCase,
     build_models,
     build_ours,
@@ -32,8 +30,8 @@ from benchmarks.models.model import (
     measure_training,
     switch_config,
 )
-from benchmarks.timing import measure_in_turn, median_ratio
-from moe.errors import ConfigError
+from benchmarks.report import Columns, Group, Row, measure_groups, rows_by_round
+from benchmarks.timing import capture_graph, measure_in_turn, median_ratio
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
@@ -64,7 +62,7 @@ class GpuBenchmark:
         experts: Experts of each sparse layer of the model that decodes.
         rounds: How often everything is measured; results are medians.
         device: Where.
-        json: File for the results, which are in `partial` until all are there.
+        json: File to save to after every round.
         case: Sizes of that model.
         variants: Layers to measure.
         forms: Of `FORMS`, `eager` first.
@@ -80,91 +78,57 @@ class GpuBenchmark:
     variants: Sequence[str] = VARIANTS
     forms: Sequence[str] = ("eager", "compiled", "cuda_graph")
 
-    @property
-    def partial(self) -> Path:
-        """File of the parts that are complete."""
-        return self.json.with_suffix(".part.json")
-
 
 def run_gpu(benchmark: GpuBenchmark) -> None:
-    """Measures what is not yet saved, the most valuable first, and prints the tables.
+    """Measures, the most valuable first, prints the tables and saves them.
 
     Raises:
-        ConfigError: When the saved parts come from other settings or another machine.
+        ConfigError: When the file has results of other settings or another machine, and is incomplete.
     """
-    layer = LayerBenchmark(
+    layers = LayerBenchmark(
         cases=benchmark.cases,
         dtypes=["bfloat16"],
         passes=["forward", "forward_backward"],
         variants=benchmark.variants,
         rounds=benchmark.rounds,
         device=benchmark.device,
-        json=benchmark.partial,
+        json=None,
     )
-    sizes = dataclasses.asdict(benchmark.case) | {"experts": benchmark.experts}
-    layer.report.update(_saved_parts(benchmark, {**describe_run(layer), "model": sizes}))
-    report = layer.report
-    save_report(report, benchmark.partial)
-
-    # Layers in bfloat16, then whole models, then layers in float32.
-    measure_cases(layer)
-    for name, measure_part in (("training", measure_models), ("optimizers", measure_optimizers)):
-        if name not in report:
-            report[name] = measure_part(benchmark)
-            save_report(report, benchmark.partial)
-    report.setdefault("decoding", [])
+    groups = layer_groups(layers)
+    groups.append(Group({}, partial(measure_models, benchmark), "training"))
+    groups.append(Group({}, partial(measure_optimizers, benchmark), "optimizers"))
     for batch in benchmark.batches:
-        if not any(row["batch"] == batch for row in report["decoding"]):
-            report["decoding"] += measure_decoding(benchmark, batch)
-            save_report(report, benchmark.partial)
-    measure_cases(dataclasses.replace(layer, dtypes=["float32"]))
+        measure = partial(measure_decoding, benchmark, batch)
+        groups.append(Group({"batch": batch}, measure, "decoding"))
+    groups += layer_groups(dataclasses.replace(layers, dtypes=["float32"]))
 
-    benchmark.partial.replace(benchmark.json)
-    tables = (
-        format_report(report, LAYER_COLUMNS),
-        report_table(compared_columns(report["training"]), report["training"]),
-        report_table(OPTIMIZER_COLUMNS, report["optimizers"]),
-        report_table(DECODING_COLUMNS, report["decoding"]),
-    )
-    print_report("\n\n".join(tables), benchmark.json)
-
-
-def _saved_parts(benchmark: GpuBenchmark, start: dict[str, Any]) -> dict[str, Any]:
-    """Returns the start of a report, with the parts of it that an interrupted run saved."""
-    if not benchmark.partial.exists():
-        return start
-    saved = json.loads(benchmark.partial.read_text(encoding="utf-8"))
-    for name in ("device", "threads", "torch", "rounds", "model"):
-        if saved.get(name) != start[name]:
-            raise ConfigError(
-                f"{benchmark.partial} has {name} {saved.get(name)}, but this run has {start[name]}. Delete it, or "
-                "choose another --json."
-            )
-    return saved
+    model = dataclasses.asdict(benchmark.case) | {"experts": benchmark.experts}
+    settings = describe_machine(benchmark.device)
+    settings |= {"rounds": benchmark.rounds, "model": model}
+    tables = {
+        "rows": LAYER_COLUMNS,
+        "training": compared_columns,
+        "optimizers": OPTIMIZER_COLUMNS,
+        "decoding": DECODING_COLUMNS,
+    }
+    measure_groups(settings, groups, tables, benchmark.json)
 
 
 # ---- training ----
 
 
-def measure_models(benchmark: GpuBenchmark) -> list[dict[str, Any]]:
-    """Returns a row for each model: ours, transformers' Switch, and T5 in both forms of attention."""
-    models: dict[str, Any] = build_models(benchmark.case, benchmark.experts)
+def measure_models(benchmark: GpuBenchmark) -> Iterator[list[Row]]:
+    """Yields a row for each model after every round: ours, transformers' Switch, and T5 in two forms."""
+    models = build_models(benchmark.case, benchmark.experts, attentions=("eager", "sdpa"))
     models = {name: model.to(benchmark.device) for name, model in models.items()}
-    case = ModelBenchmark(
-        parts=["training"],
-        experts=[benchmark.experts],
-        batches=[],
-        rounds=benchmark.rounds,
-        json=None,
-        case=benchmark.case,
-    )
-    return measure_training(case, models, benchmark.experts)
+    return measure_training(benchmark.case, models, benchmark.rounds)
 
 
-def measure_optimizers(benchmark: GpuBenchmark) -> list[dict[str, Any]]:
-    """Returns a row for each optimizer: one update of our model in float32, after a first one.
+def measure_optimizers(benchmark: GpuBenchmark) -> Iterator[list[Row]]:
+    """Yields a row for each optimizer after every round: an update of our model, after a first one.
 
-    All update the same parameters, each with its own state. transformers' Adafactor is the peer.
+    All update the same parameters in float32, each with its own state. transformers' Adafactor is the
+    peer.
     """
     model: Any = build_ours(switch_config(benchmark.case, benchmark.experts))
     model.to(benchmark.device)
@@ -183,16 +147,18 @@ def measure_optimizers(benchmark: GpuBenchmark) -> list[dict[str, Any]]:
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = 1e-6
+
+    def describe(times: Sequence[dict[str, float]]) -> list[Row]:
+        rows: list[Row] = []
+        for name in optimizers:
+            ms = statistics.median(round_[name] for round_ in times)
+            ratio = median_ratio(times, name, "adafactor")
+            rows.append({"optimizer": name, "ms": ms, "ratio": ratio})
+        return rows
+
     steps = {name: optimizer.step for name, optimizer in optimizers.items()}
     rounds = measure_in_turn(steps, {}, benchmark.rounds, benchmark.device)
-    times = list(tqdm(rounds, total=benchmark.rounds, desc="optimizers", unit="round"))
-
-    rows: list[dict[str, Any]] = []
-    for name in optimizers:
-        ms = statistics.median(round_[name] for round_ in times)
-        ratio = median_ratio(times, name, "adafactor")
-        rows.append({"optimizer": name, "ms": ms, "ratio": ratio})
-    return rows
+    return rows_by_round(rounds, describe)
 
 
 OPTIMIZER_COLUMNS: Columns = (
@@ -281,16 +247,7 @@ def compiled_step(decoding: Decoding) -> Step:
 
 def captured_step(decoding: Decoding) -> Step:
     """Returns the replay of a step that was captured into a CUDA graph."""
-    # Warm up on a side stream, as torch requires.
-    side_stream = torch.cuda.Stream()
-    side_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream):
-        decoding.step()
-    torch.cuda.current_stream().wait_stream(side_stream)
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decoding.step()
+    graph = capture_graph(decoding.step, warm_up_runs=1)
     decoding.restore()
     return graph.replay
 
@@ -303,48 +260,51 @@ FORMS: dict[str, Callable[[Decoding], Step]] = {
 
 
 @torch.no_grad()
-def measure_decoding(benchmark: GpuBenchmark, batch: int) -> list[dict[str, Any]]:
-    """Returns a row for each form of the step, for so many sequences."""
+def measure_decoding(benchmark: GpuBenchmark, batch: int) -> Iterator[list[Row]]:
+    """Yields a row for each form of the step after every round, for so many sequences."""
     config = switch_config(benchmark.case, benchmark.experts)
     model = build_model(config, benchmark.device)
     decoding = start_decoding(model, benchmark.case, batch, benchmark.device)
 
-    # A form that fails gets a note in the table.
+    # A form that fails gets a note in the table; tokens are compared with those of the eager step.
     steps: dict[str, Step] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    forms: dict[str, Row] = {}
+    expected: list[list[int]] = []
     for name in benchmark.forms:
-        rows[name] = {"batch": batch, "form": name, "note": ""}
+        forms[name] = {"form": name, "note": ""}
         try:
             steps[name] = FORMS[name](decoding)
-            rows[name]["tokens"] = decode(decoding, steps[name])
+            tokens = decode(decoding, steps[name])
+            expected = expected or tokens
+            forms[name]["same_tokens"] = tokens == expected
         except RuntimeError as error:
             steps.pop(name, None)
             lines = str(error).splitlines() or [""]
-            rows[name]["note"] = f"no: {lines[0]}"
+            forms[name]["note"] = f"no: {lines[0]}"
         decoding.restore()
+
+    def describe(times: Sequence[dict[str, float]]) -> list[Row]:
+        rows: list[Row] = []
+        for name, form in forms.items():
+            numbers: Row = {}
+            if name in steps:
+                ms = statistics.median(round_[name] for round_ in times)
+                numbers = {"ms": ms, "tokens_per_second": 1000 * batch / ms}
+                numbers["ratio"] = median_ratio(times, name, "eager")
+            rows.append(form | numbers)
+        return rows
 
     clears = dict.fromkeys(steps, decoding.restore)
     rounds = measure_in_turn(steps, clears, benchmark.rounds, benchmark.device)
-    description = f"decoding, batch {batch}"
-    times = list(tqdm(rounds, total=benchmark.rounds, desc=description, unit="round"))
-
-    # Times are compared within a round, and tokens with the tokens of the eager step.
-    expected = rows["eager"].get("tokens")
-    for name in steps:
-        ms = statistics.median(round_[name] for round_ in times)
-        rows[name]["ms"] = ms
-        rows[name]["tokens_per_second"] = 1000 * batch / ms
-        rows[name]["ratio"] = median_ratio(times, name, "eager")
-        rows[name]["same_tokens"] = rows[name].pop("tokens") == expected
-    return list(rows.values())
+    yield from rows_by_round(rounds, describe)
 
 
 def build_model(
     config: SwitchTransformersConfig, device: torch.device
 ) -> STMoEForConditionalGeneration:
     """Returns the model that decodes, in bfloat16."""
-    model: Any = build_ours(config)  # whose `to` is wrapped by transformers
-    return model.to(device, torch.bfloat16).eval()
+    model: Any = build_ours(config, torch.bfloat16)
+    return model.to(device).eval()
 
 
 def decode(decoding: Decoding, step: Step) -> list[list[int]]:
@@ -356,7 +316,7 @@ def decode(decoding: Decoding, step: Step) -> list[list[int]]:
     return tokens
 
 
-def show_note(row: dict[str, Any]) -> str:
+def show_note(row: Row) -> str:
     """Returns the note on a form of the step."""
     return row["note"] if row.get("same_tokens", True) else "other tokens than eager"
 

@@ -10,27 +10,26 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
-from tqdm import tqdm
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.machine import Columns, describe_machine, format_report, print_report, save_report
+from benchmarks.machine import describe_machine
 from benchmarks.models.model import ModelCase, build_models
+from benchmarks.report import Columns, Group, Row, measure_groups, rows_by_round
 from benchmarks.timing import measure_in_turn, median_ratio, ratio_range, ratio_text
 from moe.serving.engine import Engine
 from moe.serving.sampling import Sampling
-
-Row = dict[str, Any]
-"""A row of the saved table."""
 
 END = 1
 """The end token of T5's vocabulary."""
@@ -54,7 +53,7 @@ class ServingBenchmark:
     Attributes:
         batches: Requests that run at a time.
         rounds: How often everything is measured; results are medians.
-        json: File to save to after every batch size; None for none.
+        json: File to save to after every round; None for none.
         case: Sizes of the models; its input_length is the mean number of tokens of an input.
         num_experts: E.
         mean_length: Mean number of tokens of an answer.
@@ -73,23 +72,21 @@ class ServingBenchmark:
 
 
 def run_serving(benchmark: ServingBenchmark) -> None:
-    """Measures, prints the table and saves it; results are saved as they come in."""
-    report: dict[str, Any] = describe_machine(torch.device("cpu")) | {
+    """Measures, prints the table and saves it."""
+    settings = describe_machine(torch.device("cpu")) | {
         "rounds": benchmark.rounds,
         "case": dataclasses.asdict(benchmark.case),
         "num_experts": benchmark.num_experts,
-        "rows": [],
     }
     served = build_models(benchmark.case, benchmark.num_experts)
-    served.pop("t5_eager")
     for model in served.values():
         never_end(model.eval())
-    translators = build_translators(served["t5_sdpa"])
-    for batch in benchmark.batches:
-        for lengths in ("equal", "lognormal"):
-            report["rows"] += measure_load(benchmark, served, translators, batch, lengths)
-            save_report(report, benchmark.json)
-    print_report(format_report(report, COLUMNS), benchmark.json)
+    translators = build_translators(served["t5_sdpa"], ("float32", "int8"))
+    groups: list[Group] = []
+    for batch, lengths in product(benchmark.batches, ("equal", "lognormal")):
+        measure = partial(measure_load, benchmark, served, translators, batch, lengths)
+        groups.append(Group({"lengths": lengths, "batch": batch}, measure))
+    measure_groups(settings, groups, {"rows": COLUMNS}, benchmark.json)
 
 
 def never_end(model: Any) -> None:
@@ -125,8 +122,8 @@ def measure_load(
     translators: Mapping[str, Any],
     batch: int,
     lengths: str,
-) -> list[Row]:
-    """Returns a row for each way to serve a load."""
+) -> Iterator[list[Row]]:
+    """Yields a row for each way to serve a load after every round."""
     load = draw_load(benchmark, max(8, benchmark.requests_per_row * batch), lengths)
     latencies: dict[str, list[float]] = {}
 
@@ -134,40 +131,33 @@ def measure_load(
         latencies[name] = answer()
 
     engine = Engine(served["ours"], _no_words(), max_batch=batch)
-    runs: dict[str, Callable[[], list[float]]] = {}
-    runs["ours, continuous"] = partial(answer_continuously, engine, load)
-    for name, model in served.items():
-        runs[f"{name}, static"] = partial(answer_statically, partial(generate, model), load, batch)
-    for name, translator in translators.items():
-        translate = partial(translate_batch, translator)
-        runs[f"{name}, static"] = partial(answer_statically, translate, load, batch)
-    rounds = measure_in_turn(
-        {name: partial(serve, name, run) for name, run in runs.items()},
-        {},
-        benchmark.rounds,
-        torch.device("cpu"),
-    )
-    where = f"{lengths} lengths, batch {batch}"
-    times = list(tqdm(rounds, total=benchmark.rounds, desc=where, unit="round"))
+    answers: dict[str, Any] = {name: partial(generate, model) for name, model in served.items()}
+    for kind, translator in translators.items():
+        answers[f"ctranslate2 {kind}"] = partial(translate_batch, translator)
+    ways: dict[str, Any] = {"ours, continuous": partial(answer_continuously, engine, load)}
+    for name, answer in answers.items():
+        ways[f"{name}, static"] = partial(answer_statically, answer, load, batch)
 
-    rows: list[Row] = []
-    num_tokens = sum(load.lengths)
-    for name in runs:
-        ms = statistics.median(round_[name] for round_ in times)
-        p50, p95 = np.percentile(latencies[name], [50, 95]).tolist()
-        rows.append(
-            {
-                "lengths": lengths,
-                "batch": batch,
-                "model": name,
-                "tokens_per_second": 1000 * num_tokens / ms,
-                "p50_ms": 1000 * p50,
-                "p95_ms": 1000 * p95,
-                "times_faster": median_ratio(times, name, "ours, continuous"),
-                "times_faster_range": ratio_range(times, name, "ours, continuous"),
-            }
-        )
-    return rows
+    def describe(times: Sequence[dict[str, float]]) -> list[Row]:
+        rows: list[Row] = []
+        for name in ways:
+            ms = statistics.median(round_[name] for round_ in times)
+            p50, p95 = np.percentile(latencies[name], [50, 95]).tolist()
+            rows.append(
+                {
+                    "model": name,
+                    "tokens_per_second": 1000 * sum(load.lengths) / ms,
+                    "p50_ms": 1000 * p50,
+                    "p95_ms": 1000 * p95,
+                    "times_faster": median_ratio(times, name, "ours, continuous"),
+                    "times_faster_range": ratio_range(times, name, "ours, continuous"),
+                }
+            )
+        return rows
+
+    runs = {name: partial(serve, name, way) for name, way in ways.items()}
+    rounds = measure_in_turn(runs, {}, benchmark.rounds, torch.device("cpu"))
+    return rows_by_round(rounds, describe)
 
 
 def answer_continuously(engine: Engine, load: Load) -> list[float]:
@@ -207,8 +197,8 @@ def answer_statically(
 
 
 @torch.inference_mode()
-def generate(model: Any, inputs: list[list[int]], length: int) -> None:
-    """Answers inputs with transformers' `generate`."""
+def generate(model: Any, inputs: list[list[int]], length: int) -> Tensor:
+    """Returns the tokens <int64>[B, length] that transformers' `generate` answers inputs with."""
     longest = max(map(len, inputs))
     rows = [row + [0] * (longest - len(row)) for row in inputs]
     mask = [[1] * len(row) + [0] * (longest - len(row)) for row in inputs]
@@ -219,10 +209,11 @@ def generate(model: Any, inputs: list[list[int]], length: int) -> None:
         do_sample=False,
     )
     assert not (tokens == END).any(), "an answer that ended early"
+    return tokens[:, 1:]
 
 
-def build_translators(t5: Any) -> dict[str, Any]:
-    """Returns a T5 in CTranslate2 by name, in 32 and 8 bits; nothing if that is not installed."""
+def build_translators(t5: Any, kinds: Sequence[str]) -> dict[str, Any]:
+    """Returns a T5 in CTranslate2 by kind of its numbers; nothing if that is not installed."""
     if find_spec("ctranslate2") is None:
         return {}
     import ctranslate2
@@ -241,10 +232,10 @@ def build_translators(t5: Any) -> dict[str, Any]:
         source = Path(temporary, "t5")
         t5.save_pretrained(source)
         tokenizer.save_pretrained(source)
-        for kind in ("float32", "int8"):
+        for kind in kinds:
             folder = Path(temporary, kind)
             TransformersConverter(str(source)).convert(str(folder), quantization=kind)
-            translators[f"ctranslate2 {kind}"] = ctranslate2.Translator(
+            translators[kind] = ctranslate2.Translator(
                 str(folder), compute_type=kind, intra_threads=torch.get_num_threads()
             )
     return translators

@@ -7,21 +7,22 @@ turn, in one run.
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Problem, build_problem
 from benchmarks.layer.variants import CAPACITY_FACTOR, DispatchForm, build_layer
-from benchmarks.machine import Columns, describe_machine, format_report, print_report, save_report
+from benchmarks.machine import describe_machine
 from benchmarks.ranks.processes import Job, Transfer, measure_together, record_transfers, run_ranks
+from benchmarks.report import Columns, Group, Row, measure_groups, rows_by_round
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
 from moe.errors import ConfigError
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -32,9 +33,6 @@ LAYERS: dict[str, tuple[float | None, DispatchForm]] = {
     "static": (CAPACITY_FACTOR, "static"),
 }
 """Capacity factor and form of dispatch of the layers that are measured."""
-
-Row = dict[str, Any]
-"""A row of the saved table."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ class ExchangeBenchmark:
         ranks: Numbers of ranks.
         rounds: How often everything is measured; results are medians.
         device: Where: `cpu` or `cuda`.
-        json: File to save to after every case; None for none.
-        report: Results so far.
+        json: File to save to after every round; None for none.
     """
 
     cases: Sequence[int]
@@ -57,7 +54,6 @@ class ExchangeBenchmark:
     rounds: int
     device: str
     json: Path | None
-    report: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks what argparse cannot.
@@ -93,45 +89,28 @@ class ExchangeBenchmark:
 
 
 def run_exchange(benchmark: ExchangeBenchmark) -> None:
-    """Measures, prints the tables and saves them; results are saved as they come in."""
-    # Every rank has one thread, however many cores there are.
-    report = benchmark.report
-    report.update(
-        describe_machine(torch.device(benchmark.device)),
-        threads=1,
-        rounds=benchmark.rounds,
-        rows=[],
-    )
-    measure_layers(benchmark)
-    text = format_report(report, COLUMNS)
-    text += "\nforward and backward; ideal = one process / ranks + bare exchange"
-    print_report(text, benchmark.json)
-
-
-def measure_layers(benchmark: ExchangeBenchmark) -> None:
-    """Adds the rows of all numbers of ranks, cases and dtypes to the report."""
+    """Measures, prints the table and saves it; `ideal` is one process / ranks + bare exchange."""
     # Start the processes once for each combination.
-    groups: list[tuple[int, int, str]] = []
-    for num_ranks in benchmark.ranks:
-        for case in benchmark.cases:
-            for dtype in benchmark.dtypes:
-                groups.append((num_ranks, case, dtype))
+    groups: list[Group] = []
+    for combination in product(benchmark.ranks, benchmark.cases, benchmark.dtypes):
+        num_ranks, case, dtype = combination
+        arguments = (num_ranks, benchmark.device, CASES[case], dtype, benchmark.rounds)
+        keys = dict(zip(("ranks", "case", "dtype"), combination, strict=True))
+        groups.append(Group(keys, partial(run_ranks, exchange_on_ranks, *arguments)))
 
-    for num_ranks, case, dtype in tqdm(groups, desc="exchange", unit="case"):
-        arguments = (CASES[case], dtype, benchmark.rounds)
-        rows = run_ranks(exchange_on_ranks, num_ranks, benchmark.device, *arguments)
-        for row in rows:
-            benchmark.report["rows"].append(
-                {"ranks": num_ranks, "case": case, "dtype": dtype, **row}
-            )
-        save_report(benchmark.report, benchmark.json)
+    # Every rank has one thread, however many cores there are.
+    settings = describe_machine(torch.device(benchmark.device))
+    settings |= {"threads": 1, "rounds": benchmark.rounds}
+    measure_groups(settings, groups, {"rows": COLUMNS}, benchmark.json)
 
 
 # ---- on every rank ----
 
 
-def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int) -> list[Row]:
-    """Returns the rows of one case in one dtype; runs on every rank."""
+def exchange_on_ranks(
+    device: torch.device, case: Case, dtype: str, rounds: int
+) -> Iterator[list[Row]]:
+    """Yields the rows of one case in one dtype after every round; runs on every rank."""
     mesh = build_mesh(MeshConfig(ep=dist.get_world_size()), device.type)
     problems = split_problem(build_problem(case, DTYPES[dtype], device))
 
@@ -141,12 +120,14 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
     for name in LAYERS:
         layer_jobs, bytes_by_layer[name] = build_layer_jobs(name, problems, mesh, device)
         jobs += layer_jobs
-    times = measure_together(jobs, rounds, device)
 
-    rows: list[Row] = []
-    for name in LAYERS:
-        rows.append({"layer": name, **describe_layer(name, times), **bytes_by_layer[name]})
-    return rows
+    def describe(times: Sequence[Mapping[str, float]]) -> list[Row]:
+        rows: list[Row] = []
+        for name in LAYERS:
+            rows.append({"layer": name, **describe_layer(name, times), **bytes_by_layer[name]})
+        return rows
+
+    return rows_by_round(measure_together(jobs, rounds, device), describe)
 
 
 class Problems(NamedTuple):

@@ -22,7 +22,8 @@ from torch.multiprocessing.spawn import start_processes
 from benchmarks.timing import measure
 from moe.kernels.host_memory import keep_freed_memory
 
-_ANSWER = "answer.json"
+_ANSWERS = "answers.jsonl"
+_POLL = 0.5  # seconds
 
 
 def _do_nothing() -> None:
@@ -44,14 +45,14 @@ class Job(NamedTuple):
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any
-) -> Any:
-    """Returns the result of `function(device, *arguments)` on the first rank.
+    function: Callable[..., Iterator[Any]], num_ranks: int, device_type: str, *arguments: Any
+) -> Iterator[Any]:
+    """Yields what `function(device, *arguments)` yields on the first rank.
 
-    Every rank has one thread.
+    Every rank has one thread. The ranks end with the iterator.
 
     Args:
-        function: Must be at module level, since the processes are spawned, and return JSON data.
+        function: Must be at module level, since the processes are spawned, and yield JSON data.
         num_ranks: Processes.
         device_type: `cpu` for gloo, `cuda` for NCCL with a GPU for each rank.
         arguments: Arguments that can be pickled.
@@ -61,24 +62,38 @@ def run_ranks(
     """
     # Ranks meet, and the first one answers, through files of a folder.
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(
+        answers = Path(folder, _ANSWERS)
+        answers.touch()
+        ranks: Any = start_processes(
             _run_rank,
             (function, num_ranks, folder, device_type, arguments),
             nprocs=num_ranks,
+            join=False,
             start_method="forkserver",
         )
-        return json.loads((Path(folder) / _ANSWER).read_text(encoding="utf-8"))
+        try:
+            num_read = 0
+            has_ended = False
+            while not has_ended:
+                has_ended = ranks.join(timeout=_POLL)
+                lines = answers.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be torn
+                yield from map(json.loads, lines[num_read:])
+                num_read = len(lines)
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
 
 
 def _run_rank(
     rank: int,
-    function: Callable[..., Any],
+    function: Callable[..., Iterator[Any]],
     num_ranks: int,
     folder: str,
     device_type: str,
     arguments: Sequence[Any],
 ) -> None:
-    """Runs the function on one rank; the first writes its answer into the folder."""
+    """Runs the function on one rank; the first writes its answers into the folder."""
     # Ranks share the cores of this machine: one thread each. Like training, they keep freed memory.
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -92,25 +107,25 @@ def _run_rank(
     meeting = f"file://{folder}/meeting"
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=num_ranks)
     try:
-        answer = function(device, *arguments)
-        if rank == 0:
-            (Path(folder) / _ANSWER).write_text(json.dumps(answer), encoding="utf-8")
+        for answer in function(device, *arguments):
+            if rank == 0:
+                with Path(folder, _ANSWERS).open("a", encoding="utf-8") as answers:
+                    answers.write(json.dumps(answer) + "\n")
     finally:
         dist.destroy_process_group()
 
 
 def measure_together(
     jobs: Sequence[Job], rounds: int, device: torch.device
-) -> list[dict[str, float]]:
-    """Returns the milliseconds of every job on the slowest rank, round by round.
+) -> Iterator[dict[str, float]]:
+    """Yields the milliseconds of every job on the slowest rank, round by round.
 
     A first round is not counted. The order is redrawn for every round, and all ranks begin a job
     together.
     """
     generator = random.Random(0)  # the same order on every rank
     names = [job.name for job in jobs]
-    times: list[dict[str, float]] = []
-    for _ in range(rounds + 1):
+    for round_index in range(rounds + 1):
         rank_times: dict[str, float] = {}
         for job in generator.sample(jobs, len(jobs)):
             # All ranks begin together: a rank that waits for another would measure that one.
@@ -122,8 +137,9 @@ def measure_together(
         ordered = [rank_times[name] for name in names]
         slowest = torch.tensor(ordered, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times.append(dict(zip(names, slowest.tolist(), strict=True)))
-    return times[1:]
+        is_warm_up = round_index == 0
+        if not is_warm_up:
+            yield dict(zip(names, slowest.tolist(), strict=True))
 
 
 class Transfer(NamedTuple):

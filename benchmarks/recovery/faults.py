@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.machine import describe_machine, save_report
+from benchmarks.machine import describe_machine
 from benchmarks.recovery.disturbed import (
     FILL_DISK,
     RAISE,
@@ -29,6 +29,7 @@ from benchmarks.recovery.disturbed import (
     last_step,
     read_losses,
 )
+from benchmarks.report import save_report
 from moe.checkpoint.integrity import checkpoint_folders, visible_damage
 from moe.checks import check
 from moe.cli import Parser, integer, path, run_main

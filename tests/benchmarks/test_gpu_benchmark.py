@@ -58,35 +58,12 @@ def tiny_cases(monkeypatch):
     monkeypatch.setitem(CASES, 3, Case(64, 32, 48, 8, 1))
 
 
-def test_a_run_that_is_interrupted_continues_after_its_last_part(
-    tiny_cases, tmp_path, monkeypatch, capsys
-):
+def test_the_tables_have_every_row_that_a_gpu_gives(tiny_cases, tmp_path, capsys):
     path = tmp_path / "gpu.json"
-    measure = gpu.measure_decoding
-
-    def interrupt(benchmark, batch):
-        if batch == 5:
-            raise KeyboardInterrupt
-        return measure(benchmark, batch)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(gpu, "measure_decoding", interrupt)
-        gpu.run_gpu(tiny_benchmark(path))
-    assert not path.exists()
-    saved = json.loads(tiny_benchmark(path).partial.read_text())
-    assert {row["dtype"] for row in saved["rows"]} == {"bfloat16"}
-
-    with pytest.raises(ConfigError, match="rounds 1, but this run has 2"):
-        gpu.run_gpu(tiny_benchmark(path, rounds=2))
     gpu.run_gpu(tiny_benchmark(path))
     report = json.loads(path.read_text())
-    assert not tiny_benchmark(path).partial.exists()
-    for part in ("training", "optimizers"):
-        assert report[part] == saved[part]
-    assert report["rows"][: len(saved["rows"])] == saved["rows"]
-    assert report["decoding"][: len(saved["decoding"])] == saved["decoding"]
 
-    # Every row that a GPU gives, except those left out here.
+    # Except those left out here.
     rows = {(row["case"], row["dtype"], row["pass"], row["variant"]) for row in report["rows"]}
     variants = ("dense", "moe_dropless", "hf_grouped_mm")
     assert rows == set(itertools.product((0, 3), DTYPES, PASSES, variants))

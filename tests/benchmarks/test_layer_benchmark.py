@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.cases import CASES, Case, build_problem
+from benchmarks.layer.layer import describe_times
 from benchmarks.layer.variants import dense, moe_capacity, moe_dropless
 from benchmarks.timing import measure_rounds
 from scripts.benchmark import main
@@ -28,7 +29,9 @@ def measure(tmp_path, options):
 
 
 def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, capsys):
-    report = measure(tmp_path, "--cases 0 --threads 1 --dtypes float32")
+    report = measure(
+        tmp_path, "--cases 0 --threads 1 --dtypes float32 --passes forward forward_backward"
+    )
     variants = {"dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_mm"}
     passes = ("forward", "forward_backward")
     found = {(row["pass"], row["variant"]) for row in report["rows"]}
@@ -36,6 +39,7 @@ def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, caps
     for row in report["rows"]:
         least, largest = row["ratio_range"]
         assert row["ms"] > 0 and 0 < least <= row["ratio"] <= largest
+        assert row["of_square"] > 0 and row["copy_gb_per_second"] > 0
     # Rows of the products, as the paper counts them.
     product_rows = {row["variant"]: row["product_rows"] for row in report["rows"]}
     assert product_rows["dense"] == product_rows["moe_dropless"] == 128
@@ -57,11 +61,22 @@ def test_the_dropless_layer_gives_what_a_peer_gives_with_the_same_weights(tmp_pa
     assert max(differences.values()) < 1e-6
 
 
+def test_the_ruler_is_the_better_square_product_of_the_same_round():
+    problem = build_problem(TINY, torch.float32, torch.device("cpu"))
+    slow = {"dense": 3.0, "square": 5.0, "square onednn": 1.0, "copy": 1.0}
+    fast = {"dense": 3.0, "square": 4.0, "square onednn": 9.0, "copy": 0.5}
+    flops = 2 * 128 * 32 * 48 * 2
+    for times, best in (([slow], 1.0), ([fast], 4.0), ([slow, fast], 2.5)):
+        numbers = describe_times(TINY, dense(problem), "forward", times, torch.device("cpu"))
+        assert numbers["of_square"] == pytest.approx(flops / 3 / (2 * 32**3 / best))
+    assert numbers["copy_gb_per_second"] == pytest.approx(1.5 * 2 * 2**12 / 1e6)
+
+
 def test_every_round_has_new_tokens_which_variants_share():
     problem = build_problem(TINY, torch.float32, torch.device("cpu"))
     variants = [dense(problem), moe_dropless(problem), moe_capacity(problem)]
     sums = set()
-    for _ in measure_rounds(variants, "forward", rounds=3, device=torch.device("cpu")):
+    for _ in measure_rounds(variants, "forward", 3, torch.device("cpu"), {}):
         assert torch.equal(variants[1].x, variants[2].x)
         sums.add(variants[1].x.sum().item())
     assert len(sums) == 3

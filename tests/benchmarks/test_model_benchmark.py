@@ -1,29 +1,22 @@
-"""The benchmark of whole models at a size of milliseconds; its own comparison of tokens is the
-oracle of ours.
-"""
+"""The benchmark of whole models at a size of milliseconds."""
 
 import json
 
 import pytest
 
-from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, build_models, run_model
-
-TINY = ModelCase(131, 16, 24, 2, 2, 1, batch=2, input_length=11, target_length=7, new_tokens=5)
+from benchmarks.models.model import PARTS, build_models, run_model
+from tests.benchmarks.tiny_case import TINY
 
 
 @pytest.mark.slow
 def test_the_table_has_a_row_for_every_model_and_part(tmp_path, capsys):
     path = tmp_path / "model.json"
-    run_model(ModelBenchmark(PARTS, [3], [1, 2], rounds=1, json=path, case=TINY))
-    printed = capsys.readouterr().out
-    assert "tokens differ" not in printed
-    assert "decoder alone" in printed
+    run_model(PARTS, [3], rounds=1, json=path, case=TINY)
+    assert "time / switch" in capsys.readouterr().out
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    found = {(row["part"], row["experts"], row["batch"], row["model"]) for row in rows}
-    names = ("switch", "ours", "t5_eager", "t5_sdpa")
-    parts = [("training", 3, 2), ("fine_tuning", 3, 2)]
-    parts += [(part, 3, batch) for part in ("generation", "decoder alone") for batch in (1, 2)]
-    assert found == {(*part, name) for part in parts for name in names}
+    found = [(row["part"], row["experts"], row["batch"], row["model"]) for row in rows]
+    names = ("switch", "ours", "t5_sdpa")
+    assert sorted(found) == sorted((part, 3, 2, name) for part in PARTS for name in names)
     for row in rows:
         assert row["over"][row["model"]] == 1
 
