@@ -54,18 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": "cuda" if torch.cuda.is_available() else "cpu",
         "help": "cuda when there is one, else cpu",
     },
-    "cases": {
-        "type": int,
-        "nargs": "+",
-        "choices": CASES,
-        "help": "sizes (all; exchange: 0 and 1)",
-    },
-    "passes": {
-        "nargs": "+",
-        "choices": PASSES,
-        "default": ["forward_backward"],
-        "help": "(forward_backward)",
-    },
+    "cases": {"type": int, "nargs": "+", "choices": CASES, "help": "(all; exchange: 0 and 1)"},
+    "passes": {"nargs": "+", "choices": PASSES, "default": PASSES[1:], "help": "(with backward)"},
     "variants": {
         "nargs": "+",
         "choices": (*VARIANTS, *ON_REQUEST),
