@@ -32,7 +32,7 @@ def measure_rounds(
     Tokens are redrawn for every round, as in training: the experts' loads then change, and
     libraries may have to prepare for new sizes.
     """
-    runs = {variant.name: partial(variant.run, pass_name) for variant in variants} | rulers
+    runs = {**{variant.name: partial(variant.run, pass_name) for variant in variants}, **rulers}
     clears = {variant.name: variant.clear for variant in variants}
     return measure_in_turn(runs, clears, rounds, device, prepare=partial(draw_tokens, variants))
 

@@ -92,10 +92,9 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
     """Measures, prints the table and saves it; `ideal` is one process / ranks + bare exchange."""
     # Start the processes once for each combination.
     groups: list[Group] = []
-    for combination in product(benchmark.ranks, benchmark.cases, benchmark.dtypes):
-        num_ranks, case, dtype = combination
+    for num_ranks, case, dtype in product(benchmark.ranks, benchmark.cases, benchmark.dtypes):
         arguments = (num_ranks, benchmark.device, CASES[case], dtype, benchmark.rounds)
-        keys = dict(zip(("ranks", "case", "dtype"), combination, strict=True))
+        keys = {"ranks": num_ranks, "case": case, "dtype": dtype}
         groups.append(Group(keys, partial(run_ranks, exchange_on_ranks, *arguments)))
 
     # Every rank has one thread, however many cores there are.
