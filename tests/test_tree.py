@@ -41,9 +41,9 @@ CODE_LINES = {
     "moe/tracing": 827,
     "moe/training": 2404,
     "eval": 6520,
-    "scripts": 1060,
-    "benchmarks": 2448,
-    "tests": 33894,
+    "scripts": 1056,
+    "benchmarks": 2314,
+    "tests": 33968,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 
