@@ -31,11 +31,11 @@ from moe.data.pair_files import Pair, read_pairs
 from moe.data.tokenizer import load_tokenizer
 from moe.serving.batch_generator import BatchGenerator
 from moe.tracing.examples import SourceText, paired_batches
+from scripts.carve_study import EXPECTATION, Names, Row, read_rows
 from scripts.names_model import LONGEST_ANSWER
 from stmoe_eval.reports.formatting import markdown_table
 from stmoe_eval.studies.seeds import paired_difference
 
-EXPECTATION = Path("recipes/studies/languages.yaml")
 RECIPE = "names_add_language"
 NEW = ["az", "eu", "gl", "hr", "is", "mk", "mr", "sk", "ur", "zu"]
 TRAINED_NAMES, OLD_NAMES = 300, 600
@@ -50,8 +50,6 @@ CONTRASTS = [
     ("40 languages trained on, dense after minus before", "old_trained", ("tuned", "dense")),
     ("40 languages never seen, dense after minus before", "old_test", ("tuned", "dense")),
 ]
-Row = dict[str, Any]
-Names = dict[str, list[Pair]]
 
 
 def main(argv: list[str]) -> None:
@@ -81,11 +79,6 @@ def read(folder: Path, file: str, number: int | None = None) -> list[Pair]:
     pairs = read_pairs(folder / f"{file}.jsonl")
     places = np.linspace(0, len(pairs) - 1, min(number or len(pairs), len(pairs))).astype(int)
     return [pairs[place] for place in places]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Returns what was measured."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def measure(models: Sequence[Path], options: Any, old: Names, seed: int) -> Iterator[Row]:

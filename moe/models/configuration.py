@@ -279,11 +279,11 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         """Returns whether all settings are equal, regardless of their file or version."""
         if not isinstance(other, STMoEConfig):
             return NotImplemented
-        return self._settings() == other._settings()
+        return self.settings() == other.settings()
 
     __hash__ = None
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Returns the content of config.json without the name of the model and the version."""
         settings = self.to_dict()
         for name in ("_name_or_path", "transformers_version"):

@@ -21,9 +21,6 @@ from moe.models.checkpoint_formats import read_json_object
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor
 
-_ABOUT_FILES = ("_name_or_path", "transformers_version")
-"""Entries of a config that do not describe the model."""
-
 
 def join_checkpoints(sources: Sequence[Path | str], folder: Path) -> STMoEConfig:
     """Writes the model with the experts of all parents' prefixes; holds one tensor of each in memory.
@@ -78,11 +75,11 @@ def join(parents: Sequence[ConvertedCheckpoint]) -> ConvertedCheckpoint:
 
     # Without its own prefixes, each is the same model.
     first = parents[0]
-    settings = with_prefixes(first.config, records[0][:num_shared]).to_dict()
+    settings = with_prefixes(first.config, records[0][:num_shared]).settings()
     for parent in parents[1:]:
-        others = with_prefixes(parent.config, records[0][:num_shared]).to_dict()
+        others = with_prefixes(parent.config, records[0][:num_shared]).settings()
         for name, value in others.items():
-            if name not in _ABOUT_FILES and value != settings.get(name):
+            if value != settings.get(name):
                 values = f"{name} ({shown(settings.get(name))} and {shown(value)})"
                 _refuse(first.report.source, parent.report.source, values)
 

@@ -5,7 +5,7 @@ drawn at random, they learned the names of a new language as well, but answered 
 `stmoe finetune --parameters new_experts` trains them alone.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from moe.convert.weight_map import ConvertedCheckpoint
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.models.weight_files import LazyTensor
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.surgery.expert_statistics import expert_statistics
 from moe.surgery.join import with_prefixes
-from moe.surgery.prune import best_experts, frequency
+from moe.surgery.prune import best_experts, frequency, with_chosen_experts
 
 
 def prefix_token_ids(tokenizer: Any, prefix: str) -> list[int]:
@@ -114,31 +113,9 @@ def with_prefix_experts(
 ) -> ConvertedCheckpoint:
     """Returns the weights with the new experts at the end of each stack, each read when it is indexed."""
     N = config.prefix_counts()[-1]
-    model = empty_model(config)
-    keys = {id(layer): key for key, layer in sparse_layers(model).items()}
-    weights = dict(sparse.weights)
-    for path, part in model.named_modules():
-        if (key := keys.get(id(part))) is None:
-            continue
-        originals = copied.get(key, torch.arange(part.config.num_base_experts)).tolist()
-        numbers = [originals[expert % len(originals)] for expert in range(N)]
-        for name, tensor in part.state_dict().items():
-            weight = weights[f"{path}.{name}"]
-            if weight.shape != tuple(tensor.shape):  # not that of shared experts
-                weights[f"{path}.{name}"] = _with_copies(weight, numbers)
-    return sparse._replace(config=config, weights=weights)
-
-
-def _with_copies(weight: LazyTensor, numbers: Sequence[int]) -> LazyTensor:
-    """Returns a weight <any>[E, ...] of a sparse layer with copies of some rows after its own."""
-
-    def read_each() -> Iterator[Tensor]:
-        rows: dict[int, Tensor] = {}
-        for number, row in enumerate(weight):
-            if number in numbers:
-                rows[number] = row
-            yield row
-        yield from (rows[number] for number in numbers)
-
-    shape = (weight.shape[0] + len(numbers), *weight.shape[1:])
-    return LazyTensor.of_rows(shape, weight.dtype, read_each)
+    chosen: dict[LayerKey, Tensor] = {}
+    for key, layer in sparse_layers(empty_model(config)).items():
+        originals = copied.get(key, torch.arange(layer.config.num_base_experts)).cpu()
+        before = torch.arange(layer.config.num_experts - N)
+        chosen[key] = torch.cat([before, originals[torch.arange(N) % len(originals)]])
+    return with_chosen_experts(sparse, config, chosen)

@@ -6,6 +6,7 @@ are copied; nothing is trained.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -285,26 +286,46 @@ def prune_checkpoint(
 
 def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> ConvertedCheckpoint:
     """Returns the weights of the pruned model, each of which is read when it is indexed."""
-    config = pruned_config(checkpoint.config, kept)
+    return with_chosen_experts(checkpoint, pruned_config(checkpoint.config, kept), kept)
+
+
+def with_chosen_experts(
+    checkpoint: ConvertedCheckpoint, config: Any, chosen: Mapping[LayerKey, Tensor]
+) -> ConvertedCheckpoint:
+    """Returns the weights of a model whose experts are some of another's, each read when it is indexed.
+
+    Args:
+        checkpoint: The other model.
+        config: Config of the model.
+        chosen: <int64>[n] the expert of the other model that each expert is, by layer; layers not
+            named keep theirs. Experts may be chosen again after the last of them was.
+    """
     model = empty_model(config)
     keys = {id(layer): key for key, layer in sparse_layers(model).items()}
     weights = dict(checkpoint.weights)
     for path, part in model.named_modules():
         key = keys.get(id(part))
-        if key is not None and key in kept:
+        if key is not None and key in chosen:
             for name, tensor in part.state_dict().items():
                 weight = weights[f"{path}.{name}"]
                 if weight.shape != tuple(tensor.shape):  # not that of shared experts
-                    weights[f"{path}.{name}"] = _only(kept[key], weight)
+                    weights[f"{path}.{name}"] = _chosen_rows(weight, chosen[key].tolist())
     return checkpoint._replace(config=config, weights=weights)
 
 
-def _only(kept: Tensor, weight: LazyTensor) -> LazyTensor:
-    """Returns a weight <any>[E, ...] of a sparse layer for the experts <int64>[n] that stay."""
-    numbers = set(kept.tolist())
+def _chosen_rows(weight: LazyTensor, numbers: Sequence[int]) -> LazyTensor:
+    """Returns the rows <any>[n, ...] of a weight with these numbers; only repeated ones are held in memory."""
+    repeated = {number for number, count in Counter(numbers).items() if count > 1}
 
     def read_each() -> Iterator[Tensor]:
-        return (row for number, row in enumerate(weight) if number in numbers)
+        held: dict[int, Tensor] = {}
+        rows = enumerate(weight)
+        for number in numbers:
+            while number not in held:
+                index, row = next(rows)
+                if index in repeated or index == number:
+                    held[index] = row
+            yield held[number] if number in repeated else held.pop(number)
 
     return LazyTensor.of_rows((len(numbers), *weight.shape[1:]), weight.dtype, read_each)
 
