@@ -105,8 +105,9 @@ def test_an_error_of_the_program_is_not_mistaken_for_a_lost_rank(torchrun, free_
 @pytest.mark.parametrize(
     ("rank", "port", "reason"),
     [
-        (0, "free_port", "within 1 seconds.*--timeout.*1/2 clients joined"),
-        (1, "free_port", "within 1 seconds.*--timeout.*Reason: .*[0-9]ms"),
+        # On a busy machine our own limit, half a second later, ends the attempt before torch's does.
+        (0, "free_port", "within 1 seconds.*--timeout.*(1/2 clients joined|no rank answered)"),
+        (1, "free_port", "within 1 seconds.*--timeout.*Reason: (.*[0-9]ms|no rank answered)"),
         (0, "busy_port", "the port is in use"),
         (1, "busy_port", "within 1 seconds.*a free port.*no rank answered there"),
     ],
