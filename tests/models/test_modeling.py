@@ -44,6 +44,20 @@ def test_eager_and_sdpa_drop_the_same_on_a_cpu():
     assert not torch.equal(losses[0], model.eval()(**tiny_batch()).loss)
 
 
+def test_eager_and_sdpa_attend_alike_from_one_token_in_bfloat16_on_a_cpu():
+    """torch's sdpa copies all keys for each query there: both are eager, and round alike."""
+    for length, is_equal in ((1, True), (5, False)):
+        logits = []
+        for attention in ("eager", "sdpa"):
+            model = tiny_model(attn_implementation=attention).bfloat16().eval()
+            memory = (
+                torch.randn(3, 9, model.config.d_model, generator=torch.manual_seed(0)).bfloat16(),
+            )
+            ids = torch.arange(2, 2 + length).expand(3, -1)
+            logits.append(model(encoder_outputs=memory, decoder_input_ids=ids).logits)
+        assert torch.equal(*logits) == is_equal
+
+
 def test_generation_never_drops_a_decoder_token():
     model = tiny_model(eval_capacity_factor=0.01, min_expert_capacity=1)
     ids = tiny_batch()["input_ids"]
