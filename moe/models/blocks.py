@@ -23,6 +23,7 @@ from moe.models.attention import (
 )
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import check_segments, real_tokens
+from moe.models.prefixes import decoder_prefixes, find_prefixes
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 
@@ -121,6 +122,8 @@ class StackOutput(NamedTuple):
         attentions: <float>[B, H, L, keys] of each block's self-attention; None unless requested.
         cross_attentions: <float>[B, H, L, M] of each block's cross-attention; None unless
             requested.
+        prefix_numbers: <int64>[B, L] prefix of each token's example; None when the model has no
+            experts of one.
     """
 
     hidden: Tensor
@@ -128,6 +131,7 @@ class StackOutput(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None
     attentions: tuple[Tensor, ...] | None
     cross_attentions: tuple[Tensor, ...] | None
+    prefix_numbers: Tensor | None
 
 
 class Block(GradientCheckpointingLayer):
@@ -246,6 +250,7 @@ class Stack(nn.Module):
 
         self.final_norm = RMSNorm(config)
         self.dropout = Dropout(config.dropout_rate)
+        self.prefix_experts = config.prefix_experts
 
         # Ranks that see the same tokens.
         self.tp: ProcessGroup | None = None
@@ -257,11 +262,11 @@ class Stack(nn.Module):
         token_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        prefix_numbers: Tensor | None = None,
         routing_mask: Tensor | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         memory_segment_ids: Tensor | None = None,
+        memory_prefixes: Tensor | None = None,
         cache: EncoderDecoderCache | None = None,
         drop_tokens: bool = True,
         report: bool = True,
@@ -277,12 +282,12 @@ class Stack(nn.Module):
                 cache, its tokens too; with a static cache, also its positions not filled yet.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their
                 own example.
-            prefix_numbers: <int64>[B, L] prefix of each token's example, from 1, or 0.
             routing_mask: <bool>[B, L] tokens that may be routed; None uses `attention_mask`.
             memory: <float>[B, M, D] encoder output, in a decoder.
             memory_mask: <int64 or bool>[B, M] real tokens of the memory; None for those with a
                 segment.
             memory_segment_ids: <int64>[B, M] segments of the memory.
+            memory_prefixes: <int64>[B, M] prefix of each example of the memory; see `find_prefixes`.
             cache: Keys and values of earlier steps; extended.
             drop_tokens: Whether experts have a capacity.
             report: Whether sparse layers return the records of their routers.
@@ -290,7 +295,8 @@ class Stack(nn.Module):
             output_hidden_states: Whether to return the residual stream before each block.
 
         Raises:
-            DataError: When a mask or segments have another type, shape or range of values.
+            DataError: When a mask or segments have another type, shape or range of values, or the
+                prefixes of the memory are missing.
         """
         # Positions of the tokens after the cached ones. The length of a static cache is a tensor.
         batch, length = x.shape[:2]
@@ -315,6 +321,13 @@ class Stack(nn.Module):
                 routing_mask = attention_mask.index_select(1, positions)  # [B, keys] -> [B, L]
         if routing_mask is None:
             routing_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+
+        # The prefix of each token's example: the encoder reads it, the decoder gets it.
+        prefixes = None
+        if self.prefix_experts and self.decoder:
+            prefixes = decoder_prefixes(memory_prefixes, memory_segment_ids, segment_ids, length)
+        elif self.prefix_experts:
+            prefixes = find_prefixes(self.prefix_experts, token_ids, routing_mask, segment_ids)
 
         # Keys visible to each query. One new token sees the whole cache if no position is free.
         causal = None
@@ -347,7 +360,7 @@ class Stack(nn.Module):
             token_ids=token_ids,
             word_embeddings=x,
             segment_ids=segment_ids,
-            prefix_numbers=prefix_numbers,
+            prefix_numbers=prefixes,
             output_attentions=output_attentions,
         )
         return self._run_blocks(x, context, output_hidden_states=output_hidden_states)
@@ -389,6 +402,7 @@ class Stack(nn.Module):
             cross_attentions=tuple(cross_attentions)
             if context.output_attentions and has_cross_attention
             else None,
+            prefix_numbers=context.prefix_numbers,
         )
 
 

@@ -13,7 +13,6 @@ from moe.models.configuration import STMoEConfig
 from moe.models.inputs import check_token_ids, check_vectors, refuse_unknown_arguments
 from moe.models.model_warnings import can_drop_tokens, warn_of_drops
 from moe.models.outputs import RouterRecords, STMoEEncoderOutput, logits_by_sequence
-from moe.models.prefixes import find_prefixes
 from moe.models.pretrained import STMoEPreTrainedModel
 
 
@@ -71,14 +70,11 @@ class STMoEEncoder(STMoEPreTrainedModel):
 
         # Routers also report for the warning of drops.
         watch_drops = can_drop_tokens(self)
-        embedded = self.embed(input_ids, inputs_embeds)
-        prefixes = find_prefixes(self.config, input_ids, attention_mask, segment_ids, embedded)
         output = self.stack(
-            embedded,
+            self.embed(input_ids, inputs_embeds),
             token_ids=input_ids,
             attention_mask=attention_mask,
             segment_ids=segment_ids,
-            prefix_numbers=prefixes,
             report=output_routers or watch_drops,
             output_attentions=self.argument_or_config("output_attentions", output_attentions),
             output_hidden_states=self.argument_or_config(
@@ -98,7 +94,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
             attentions=output.attentions,
             encoder_router_logits=logits_by_sequence(routers, output.hidden.shape[0]),
             encoder_router_outputs=routers,
-            prefix_numbers=prefixes,
+            prefix_numbers=output.prefix_numbers,
         )
 
     def embed(self, ids: Tensor | None, vectors: Tensor | None, *, prefix: str = "") -> Tensor:

@@ -43,7 +43,6 @@ from moe.models.outputs import (
     STMoEOutput,
     logits_by_sequence,
 )
-from moe.models.prefixes import decoder_prefixes
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals
@@ -153,10 +152,6 @@ class STMoEModel(STMoEPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
-        prefixes = decoder_prefixes(
-            self.config, encoder_outputs, segment_ids, decoder_segment_ids, embedded.shape[1]
-        )
-
         # The decoder. Its routers also report for the warning of drops.
         watch_drops = drop_tokens and can_drop_tokens(self)
         decoder = self.decoder(
@@ -164,11 +159,11 @@ class STMoEModel(STMoEPreTrainedModel):
             token_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
             segment_ids=decoder_segment_ids,
-            prefix_numbers=prefixes,
             routing_mask=decoder_routing_mask,
             memory=memory,
             memory_mask=attention_mask,
             memory_segment_ids=segment_ids,
+            memory_prefixes=getattr(encoder_outputs, "prefix_numbers", None),
             cache=past_key_values,
             drop_tokens=drop_tokens,
             report=output_routers or watch_drops,

@@ -3,6 +3,7 @@
 The encoder finds the prefix of each example, and the decoder's tokens take that of their example.
 """
 
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -12,90 +13,70 @@ from torch import Tensor
 
 from moe.checks import check, check_integer, is_kind, shown
 from moe.errors import ConfigError, DataError
-from moe.models.inputs import check_segments, real_tokens
 from moe.sparse.examples import example_starts, of_first_token
 
 
 def find_prefixes(
-    config: Any,
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
+    records: Sequence[Mapping[str, Any]],
+    token_ids: Tensor | None,
+    token_mask: Tensor,
     segment_ids: Tensor | None,
-    embedded: Tensor,
-) -> Tensor | None:
+) -> Tensor:
     """Returns the number of the prefix of each token's example <int64>[B, L], from 1, or 0 for none.
 
-    None when the model has no experts of a prefix. Without token ids no example has a prefix.
-
     Args:
-        config: An STMoEConfig.
-        input_ids: <int64>[B, L] of the encoder.
-        attention_mask: <int64 or bool>[B, L], 0 for padding; None for the segments' or no padding.
+        records: `prefix_experts` of the config.
+        token_ids: <int64>[B, L] of the encoder; None for examples without a prefix.
+        token_mask: <bool>[B, L] real tokens.
         segment_ids: <int64>[B, L] example of each token; None when each row is one example.
-        embedded: <float>[B, L, D] of the same tokens.
     """
-    if not config.prefix_experts:
-        return None
-    numbers = torch.zeros(embedded.shape[:2], dtype=torch.int64, device=embedded.device)
-    if input_ids is None:
+    numbers = torch.zeros_like(token_mask, dtype=torch.int64)
+    if token_ids is None:
         return numbers
 
-    # Padding is of no example.
-    shape = (numbers.shape[0], numbers.shape[1])
-    mask = real_tokens("attention_mask", attention_mask, shape)
-    check_segments("segment_ids", segment_ids, shape)
-    segments = torch.ones_like(numbers) if segment_ids is None else segment_ids.long()
-    segments = segments if mask is None else segments * mask
+    # Every place where the tokens of an example are those of a prefix. Padding is of no example.
+    segments = token_mask.long() if segment_ids is None else segment_ids * token_mask
     is_real = segments != 0
-
-    # Every place where the tokens of an example are those of a prefix ...
-    tokens = torch.stack([input_ids, segments])  # [2, B, L]
-    for number, record in enumerate(config.prefix_experts, start=1):
+    tokens = torch.stack([token_ids, segments])  # [2, B, L]
+    for number, record in enumerate(records, start=1):
         matches = is_real
         for offset, token in enumerate(record["token_ids"]):
             later_ids, later_segments = F.pad(tokens, (0, offset))[..., offset:]  # [B, L]
             matches = matches & (later_ids == token) & (later_segments == segments)
         numbers = numbers.masked_fill(matches, number)
 
-    # ... and those where one starts.
-    return of_first_token(numbers, example_starts(is_real, segments)) * is_real
+    # Those where an example starts.
+    return of_first_token(numbers, example_starts(token_mask, segment_ids)) * is_real
 
 
 def decoder_prefixes(
-    config: Any,
-    encoder_outputs: Any,
+    memory_prefixes: Tensor | None,
+    memory_segment_ids: Tensor | None,
     segment_ids: Tensor | None,
-    decoder_segment_ids: Tensor | None,
     length: int,
-) -> Tensor | None:
-    """Returns the number of the prefix of each decoder token's example <int64>[B, T]; see `find_prefixes`.
+) -> Tensor:
+    """Returns the number of the prefix of each decoder token's example <int64>[B, T].
 
     Args:
-        config: An STMoEConfig.
-        encoder_outputs: The encoder's output, with its `prefix_numbers` <int64>[B, L].
-        segment_ids: <int64>[B, L] example of each encoder token; None when each row is one.
-        decoder_segment_ids: <int64>[B, T] example of each decoder token.
+        memory_prefixes: <int64>[B, M] those of the encoder's tokens, see `find_prefixes`.
+        memory_segment_ids: <int64>[B, M] example of each encoder token; None when each row is one.
+        segment_ids: <int64>[B, T] example of each decoder token.
         length: Decoder tokens, T.
 
     Raises:
         DataError: When the encoder's output has no such numbers.
     """
-    if not config.prefix_experts:
-        return None
-    numbers = getattr(encoder_outputs, "prefix_numbers", None)
-    if numbers is None:
+    if memory_prefixes is None:
         raise DataError(
             "encoder_outputs has no prefix_numbers, which say whose texts may use the experts of a prefix. Pass what "
             "the encoder returned."
         )
-    if segment_ids is None or decoder_segment_ids is None:
-        return numbers.amax(dim=1, keepdim=True).expand(-1, length)  # padding has 0
+    if memory_segment_ids is None or segment_ids is None:
+        return memory_prefixes.amax(dim=1, keepdim=True).expand(-1, length)  # padding has 0
 
     # The segment's own tokens have its number, all others 0.
-    check_segments("segment_ids", segment_ids, (numbers.shape[0], numbers.shape[1]))
-    check_segments("decoder_segment_ids", decoder_segment_ids, (numbers.shape[0], length))
-    is_same = decoder_segment_ids[:, :, None] == segment_ids[:, None, :]  # [B, T, L]
-    return (numbers[:, None, :] * is_same).amax(dim=2)
+    is_same = segment_ids[:, :, None] == memory_segment_ids[:, None, :]  # [B, T, M]
+    return (memory_prefixes[:, None, :] * is_same).amax(dim=2)
 
 
 def check_prefixes(config: Any) -> None:

@@ -9,7 +9,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from moe import ConfigError, DataError, STMoEConfig, STMoEForConditionalGeneration
 from moe.convert.graphs import build_graphs
 from moe.inspection.ablation.ablation_runs import run_ablated, run_unchanged
-from moe.models.prefixes import find_prefixes
 from moe.serving.batch_generator import BatchGenerator, Request
 from moe.serving.sampling import Sampling
 from moe.sparse.editing import edit_routing, sparse_layers
@@ -71,10 +70,7 @@ def close(ours, theirs):
 
 
 def numbers_of(ids, **inputs):
-    config = STMoEConfig(**{**FIELDS, "num_experts": BASE + 5, "prefix_experts": [MK, XH]})
-    embedded = torch.zeros(*ids.shape, 29)
-    masks = {"attention_mask": None, "segment_ids": None, **inputs}
-    return find_prefixes(config, ids, **masks, embedded=embedded)
+    return model_of(MK, XH).get_encoder()(ids, **inputs).prefix_numbers
 
 
 @pytest.mark.parametrize("left", [False, True])
