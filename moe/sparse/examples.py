@@ -63,28 +63,16 @@ def prefix_scores(logits: Sequence[Tensor], prefix_numbers: Tensor | None) -> Ro
         <float32>[G, S, E] of each kind; a probability of 0 for experts that a token may not use.
     """
     base, *others = logits
-    floor = lowest_logit(base)
-    num_base = base.shape[-1]
-    num_experts = num_base + sum(part.shape[-1] for part in others)
-
-    def widened(values: Tensor, first: int, rest: float) -> Tensor:
-        """Returns [G, S, E] of values of the base experts and of those from `first` on."""
-        own, part = values[..., :num_base], values[..., num_base:]
-        gap = (first - num_base, num_experts - first - part.shape[-1])
-        return torch.cat([own, F.pad(part, gap, value=rest)], dim=-1)
-
-    # Without a prefix: the base experts alone.
-    allowed = widened(base, num_base, floor)
-    probs = widened(base.softmax(dim=-1), num_base, 0.0)
     if prefix_numbers is None:
-        return RouterScores(allowed, probs)
+        prefix_numbers = torch.zeros(base.shape[:2], device=base.device)
 
-    # With one: its experts, too, in their places.
-    first = num_base
+    allowed = [base]
+    probs = [base.softmax(dim=-1)]  # without a prefix
     for number, part in enumerate(others, start=1):
         has_prefix = (prefix_numbers == number)[..., None]  # [G, S, 1]
-        both = torch.cat([base, part], dim=-1)
-        allowed = widened(both, first, floor).where(has_prefix, allowed)
-        probs = widened(both.softmax(dim=-1), first, 0.0).where(has_prefix, probs)
-        first += part.shape[-1]
-    return RouterScores(allowed, probs)
+        of_both = torch.cat([base, part], dim=-1).softmax(dim=-1)
+        of_base, of_part = of_both.tensor_split([base.shape[-1]], dim=-1)
+        allowed.append(part.where(has_prefix, lowest_logit(part)))
+        probs[0] = of_base.where(has_prefix, probs[0])
+        probs.append(of_part.where(has_prefix, 0.0))
+    return RouterScores(torch.cat(allowed, dim=-1), torch.cat(probs, dim=-1))

@@ -141,13 +141,12 @@ class Router(nn.Module):
 
             gate_input = self.perturb(gate_input.to(dtype))
             gate = self.gate.to(dtype)
-            counts = self.config.prefix_experts
-            if not counts:
-                scores = router_scores(gate_logits(gate_input, gate))  # [G, S, E]
-            else:
+            if counts := self.config.prefix_experts:
                 parts = gate.split([self.config.num_base_experts, *counts])
                 logits = [gate_logits(gate_input, part) for part in parts]
                 scores = prefix_scores(logits, inputs.prefix_numbers)
+            else:
+                scores = router_scores(gate_logits(gate_input, gate))  # [G, S, E]
         _refuse_not_finite(scores.logits)
         return scores
 
