@@ -24,7 +24,8 @@ from moe.kernels.hidden_units import hidden_units
 from moe.models.blocks import Block
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.adapters import unwrapped
-from moe.sparse.layer import SparseFeedForward, group_inputs, real_tokens
+from moe.sparse.layer import SparseFeedForward, real_tokens
+from moe.sparse.router import RouterInputs
 
 OPSET = 20
 
@@ -90,7 +91,7 @@ class ExportedLayer(nn.Module):
         **_: object,
     ) -> tuple[Tensor, None]:
         """Returns the output <float>[B, L, D] of tokens <float>[B, L, D]; see the layer."""
-        inputs = group_inputs(x, token_mask, token_ids, word_embeddings, 1)
+        inputs = RouterInputs(x, token_mask, token_ids, word_embeddings)
         scores = self.layer.router(inputs)
         shared = self.layer.run_shared(x.flatten(0, 1), real_tokens(inputs))
         y = torch.zeros_like(x) if shared is None else shared.view_as(x)

@@ -4,6 +4,7 @@ Shapes and dtypes are checked always. Values are read on a CPU and outside of co
 elsewhere that would wait for the device, or break the graph.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,20 +17,17 @@ from moe.kernels.torch_private import is_plain
 _MASK_ADVICE = "Give a bool mask, True for real tokens and False for padding"
 
 
-def check_inputs(
-    x: Tensor, d_model: int, *, word_embeddings: Tensor | None, **of_tokens: Tensor | None
-) -> None:
+def check_inputs(inputs: Mapping[str, Any], d_model: int) -> None:
     """Raises unless the inputs of a layer fit each other; None if not given.
 
     Args:
-        x: <any float>[B, L, D] hidden states.
+        inputs: `tokens` and `word_embeddings` <any float>[B, L, D], and others <any>[B, L], by name.
         d_model: Width of the layer, D.
-        word_embeddings: <any float>[B, L, D] embeddings of the tokens.
-        of_tokens: <any>[B, L] further inputs by name.
 
     Raises:
-        DataError: When one is not a tensor or has another shape, or x is not of floats.
+        DataError: When one is not a tensor or has another shape, or the tokens are not of floats.
     """
+    x = inputs["tokens"]
     shape = getattr(x, "shape", ())
     if len(shape) != 3 or shape[-1] != d_model or not x.is_floating_point():
         raise DataError(
@@ -38,8 +36,8 @@ def check_inputs(
         )
 
     # The others have one value, or one embedding, for each token of x.
-    for name, value in (*of_tokens.items(), ("word_embeddings", word_embeddings)):
-        expected = shape if name == "word_embeddings" else shape[:2]
+    for name, value in inputs.items():
+        expected = shape if name in ("tokens", "word_embeddings") else shape[:2]
         if value is not None and getattr(value, "shape", None) != expected:
             raise DataError(
                 f"{name} is {_described(value)}, but x has {shape[0]} sequences of {shape[1]} tokens; expected "

@@ -150,20 +150,11 @@ class SparseFeedForward(nn.Module):
                 missing, or the router's logits are not finite.
         """
         # Tokens of whole sequences, side by side in groups.
-        check_inputs(
-            x,
-            self.config.d_model,
-            token_mask=token_mask,
-            token_ids=token_ids,
-            word_embeddings=word_embeddings,
-            segment_ids=segment_ids,
-            prefix_numbers=prefix_numbers,
-        )
+        inputs = RouterInputs(x, token_mask, token_ids, word_embeddings, prefix_numbers)
+        check_inputs({**inputs._asdict(), "segment_ids": segment_ids}, self.config.d_model)
         batch, length, _ = x.shape
         sequences = sequences_per_group(batch, length, tokens_per_group(self.config))
-        inputs = group_inputs(x, token_mask, token_ids, word_embeddings, sequences)
-        if prefix_numbers is not None:
-            inputs = inputs._replace(prefix_numbers=to_groups(prefix_numbers, sequences))
+        inputs = group_inputs(inputs, sequences)
         router = unwrapped(self.router)
         if router.needs_starts and self.training:
             mask = from_groups(real_tokens(inputs), sequences)  # [B, L]
@@ -255,38 +246,23 @@ class SparseFeedForward(nn.Module):
         )
 
 
-def group_inputs(
-    x: Tensor,
-    token_mask: Tensor | None,
-    token_ids: Tensor | None,
-    word_embeddings: Tensor | None,
-    sequences: int,
-) -> RouterInputs:
-    """Returns the inputs of a layer by group; None if not given.
+def group_inputs(inputs: RouterInputs, sequences: int) -> RouterInputs:
+    """Returns inputs <any>[B, L, ...] by group, [G, S, ...]; the mask as bool.
 
     Args:
-        x: <any float>[B, L, D].
-        token_mask: <bool>[B, L], or 0 and 1 of any dtype.
-        token_ids: <any integer>[B, L].
-        word_embeddings: <any float>[B, L, D].
+        inputs: Inputs of a layer, None if not given.
         sequences: Sequences in a group.
 
     Raises:
         DataError: When the mask holds something else than 0 and 1.
     """
     # Everything that belongs to a token is moved with the token.
-    if token_mask is not None:
-        token_mask = to_groups(to_bool_mask(token_mask), sequences)  # [G, S]
-    if token_ids is not None:
-        token_ids = to_groups(token_ids, sequences)  # [G, S]
-    if word_embeddings is not None:
-        word_embeddings = to_groups(word_embeddings, sequences)  # [G, S, D]
-    return RouterInputs(
-        tokens=to_groups(x, sequences),  # [G, S, D]
-        token_mask=token_mask,
-        token_ids=token_ids,
-        word_embeddings=word_embeddings,
-    )
+    grouped: dict[str, Tensor] = {}
+    for name, value in inputs._asdict().items():
+        if value is not None:
+            of_tokens = to_bool_mask(value) if name == "token_mask" else value
+            grouped[name] = to_groups(of_tokens, sequences)
+    return RouterInputs(**grouped)
 
 
 def real_tokens(inputs: RouterInputs) -> Tensor:

@@ -33,17 +33,17 @@ class RouterInputs(NamedTuple):
         token_ids: <int64>[G, S] vocabulary ids; None when the caller has none.
         word_embeddings: <any float>[G, S, D] embeddings of those ids; None when the caller has
             none.
-        starts: <bool>[G, S] first tokens of examples; None unless the router needs them.
         prefix_numbers: <int64>[G, S] prefix of the token's example, counted from 1, or 0; None when
             no example has one.
+        starts: <bool>[G, S] first tokens of examples; None unless the router needs them.
     """
 
     tokens: Tensor
     token_mask: Tensor | None = None
     token_ids: Tensor | None = None
     word_embeddings: Tensor | None = None
-    starts: Tensor | None = None
     prefix_numbers: Tensor | None = None
+    starts: Tensor | None = None
 
 
 class Router(nn.Module):
