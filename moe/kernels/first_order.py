@@ -6,19 +6,19 @@ sum of an output has none, and a penalty on its gradients would then silently be
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-Backward = Callable[..., tuple[Tensor | None, ...]]
+Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
 def first_order_only(backward: Backward) -> Backward:
     """Decorates `backward` of a Function: differentiating its gradients raises an error."""
 
     @functools.wraps(backward)
-    def refusing(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def refusing(ctx: Any, *d_outputs: Tensor) -> Any:
         with torch.no_grad():
             gradients = backward(ctx, *d_outputs)
         if not torch.is_grad_enabled():
@@ -31,7 +31,7 @@ def first_order_only(backward: Backward) -> Backward:
             results.append(None if gradient is None else _Refuse.apply(gradient, *sources))
         return tuple(results)
 
-    return refusing
+    return cast(Backward, refusing)
 
 
 class _Refuse(torch.autograd.Function):

@@ -32,12 +32,6 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         <float>[N, O].
     """
     ends = counts.cumsum(0, dtype=torch.int32)  # where the rows of each expert end
-    is_compiling = torch.compiler.is_compiling() or x.is_meta
-    is_one_call = _is_one_call(x, weight)
-
-    # torch traces grouped products of bfloat16 alone; others are an operation of ours in a graph.
-    if is_compiling and not (is_one_call and x.dtype == torch.bfloat16):
-        return _grouped_linear_op(x, weight, ends)
     return _GroupedLinear.apply(x, weight, ends)
 
 
@@ -59,22 +53,39 @@ def grouped_low_rank(x: Tensor, adapter: LowRank, counts: Tensor) -> Tensor:
     return grouped_linear(grouped_linear(x, a, counts), b.mT, counts)
 
 
-def _is_one_call(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether torch has one product for all experts: the device reads rows in whole words."""
-    row_bytes = [size * x.element_size() for size in weight.shape[1:]]
-    is_aligned = all(num_bytes % 16 == 0 for num_bytes in row_bytes)
-    return x.dtype != torch.float64 and is_aligned and not is_quantized(weight)
+class _GroupedLinear(torch.autograd.Function):
+    """The products, whose backward accepts gradients of any strides, which that of torch's refuses.
+
+    Frozen experts need no gradient of their weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return _product(x, weight, ends, True)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        d_product = grad_outputs[0].contiguous()
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+
+        # y = x W^T, so dx = dy W and dW = dy^T x.
+        d_x = _product(d_product, weight, ends, False) if needs_x else None
+        d_weight = _weight_gradient(d_product, x, weight, ends) if needs_weight else None
+        return d_x, d_weight, None
 
 
-def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Returns y <float>[N, O] = x W^T, within each expert."""
+def _product(x: Tensor, weight: Tensor, ends: Tensor, transposes: bool) -> Tensor:
+    """Returns x W^T <float>[N, O] or x W <float>[N, I], within each expert."""
+    if _needs_operation(x, weight):
+        return _product_op(x, weight, ends, transposes)
     if _is_one_call(x, weight):
-        return F.grouped_mm(x, rearrange(weight, "e o i -> e i o"), offs=ends)
-    return _loop(x, weight, ends, transposes=True)
+        matrices = rearrange(weight, "e o i -> e i o") if transposes else weight
+        return F.grouped_mm(x, matrices, offs=ends)
 
-
-def _loop(x: Tensor, weight: Tensor, ends: Tensor, *, transposes: bool) -> Tensor:
-    """Returns x W^T or x W of one expert after the other, which waits for the ends."""
+    # One expert after the other, which waits for the ends.
     products = []
     *rows_by_expert, rest = _split_rows(x, ends)
     for expert, rows in enumerate(rows_by_expert):
@@ -84,22 +95,10 @@ def _loop(x: Tensor, weight: Tensor, ends: Tensor, *, transposes: bool) -> Tenso
     return torch.cat([*products, rest.new_zeros(rest.shape[0], num_outputs)])
 
 
-def _split_rows(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Returns the rows <float>[n, I] of each expert, and the unused rows after them."""
-    return x.split(np.diff(ends.tolist(), prepend=0, append=x.shape[0]).tolist())
-
-
-def _input_gradient(d_product: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Returns dx <float>[N, I] = dy W of y = x W^T, within each expert."""
-    if _is_one_call(d_product, weight) and d_product.shape[0]:
-        return F.grouped_mm(d_product, weight, offs=ends)
-    return _loop(d_product, weight, ends, transposes=False)
-
-
 def _weight_gradient(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Returns dW <float>[E, O, I] = dy^T x of y = x W^T, within each expert."""
-    if not x.shape[0]:
-        return torch.zeros_like(weight)
+    if _needs_operation(x, weight):
+        return _weight_gradient_op(d_product, x, weight, ends)
     if _is_one_call(x, weight):
         return F.grouped_mm(rearrange(d_product, "n o -> o n"), x, offs=ends)
 
@@ -111,57 +110,35 @@ def _weight_gradient(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor)
     return torch.stack(d_weights)
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """The products, whose backward accepts gradients of any strides, which that of torch's refuses."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
-        return _product(x, weight, ends)
-
-    @staticmethod
-    @first_order_only
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        return _gradients(ctx, grad_outputs[0], _input_gradient, _weight_gradient)
+def _is_one_call(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether torch has one product for all experts: the device reads rows in whole words."""
+    is_aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    is_supported = x.dtype != torch.float64 and not is_quantized(weight)
+    return is_supported and is_aligned and x.shape[0] > 0
 
 
-def _gradients(
-    ctx: Any, d_product: Tensor, input_gradient: Any, weight_gradient: Any
-) -> tuple[Tensor | None, Tensor | None, None]:
-    """Returns those of dx and dW that are needed; frozen experts need no dW."""
-    x, weight, ends = ctx.saved_tensors
-    d_product = d_product.contiguous()
-    needs_x, needs_weight, _ = ctx.needs_input_grad
-    d_x = input_gradient(d_product, weight, ends) if needs_x else None
-    d_weight = weight_gradient(d_product, x, weight, ends) if needs_weight else None
-    return d_x, d_weight, None
+def _split_rows(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Returns the rows <float>[n, I] of each expert, and the unused rows after them."""
+    return x.split(np.diff(ends.tolist(), prepend=0, append=x.shape[0]).tolist())
 
 
 # ---- in compiled graphs ----
 
 
+def _needs_operation(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether a product is an operation of ours: torch traces grouped ones of bfloat16 alone."""
+    is_compiling = torch.compiler.is_compiling() or x.is_meta
+    return is_compiling and not (x.dtype == torch.bfloat16 and _is_one_call(x, weight))
+
+
 @torch.library.custom_op("moe::grouped_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _grouped_linear_op(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _product(x, weight, ends)
+def _product_op(x: Tensor, weight: Tensor, ends: Tensor, transposes: bool) -> Tensor:
+    return _product(x, weight, ends, transposes)
 
 
-@_grouped_linear_op.register_fake
-def _fake_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-@torch.library.custom_op(
-    "moe::grouped_linear_input_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def _input_gradient_op(d_product: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _input_gradient(d_product, weight, ends)
-
-
-@_input_gradient_op.register_fake
-def _fake_input_gradient(d_product: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return d_product.new_empty(d_product.shape[0], weight.shape[2])
+@_product_op.register_fake
+def _fake_product(x: Tensor, weight: Tensor, ends: Tensor, transposes: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1 if transposes else 2])
 
 
 @torch.library.custom_op(
@@ -174,14 +151,3 @@ def _weight_gradient_op(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tens
 @_weight_gradient_op.register_fake
 def _fake_weight_gradient(d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.empty_like(weight)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    return _gradients(ctx, d_product, _input_gradient_op, _weight_gradient_op)
-
-
-_grouped_linear_op.register_autograd(_backward, setup_context=_save_for_backward)
