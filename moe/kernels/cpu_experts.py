@@ -22,7 +22,7 @@ from torch import Tensor
 from moe.kernels.cpu_matmul import expert_weight_gradient, multiply, prepares_for_row_counts
 from moe.kernels.dropout import draw_kept
 from moe.kernels.expert_pieces import Piece, run_pieces, split_rows
-from moe.kernels.expert_rows import ExpertRows, round_up_rows, sum_by_token
+from moe.kernels.expert_rows import ExpertRows, round_up_rows
 from moe.kernels.expert_weights import ExpertWeights, LowRank, expert_weight
 from moe.kernels.first_order import first_order_only
 from moe.kernels.hidden_units import GELU_FORMS, ExpertForm, activate
@@ -237,7 +237,7 @@ def run_forward(
     else:
         run_pieces(run_piece, pieces)
 
-    combined = sum_by_token(outputs[:num_rows], rows, rows.weight)  # [T, D]
+    combined = rows.sum_by_token(outputs[:num_rows], weighted=True)  # [T, D]
     return combined, RowValues(products, gates, kept_units, outputs)
 
 
@@ -362,7 +362,8 @@ def run_backward(
             run_adapter(piece, first_adapter, d_first_a, d_first_b, d_product, x, d_x)
 
     run_pieces(run_piece, _backward_pieces(tokens, rows))
-    gradients = [sum_by_token(d_rows, rows, None) if needs_tokens else None, d_weight]
+    d_tokens = rows.sum_by_token(d_rows, weighted=False) if needs_tokens else None
+    gradients = [d_tokens, d_weight]
     for gradient in d_stacked:
         gradients.append(None if gradient is None else gradient.total())
     return gradients

@@ -38,6 +38,27 @@ class ExpertRows(NamedTuple):
     by_token: Tensor
     token_start: Tensor
 
+    def sum_by_token(self, values: Tensor, *, weighted: bool) -> Tensor:
+        """Returns each token's sum over its rows of <float>[N, D], without a graph: <float>[T, D]."""
+        if not values.shape[0]:
+            return values.new_zeros(self.token_start.numel(), values.shape[1])
+
+        # The rows of a token as one bag, in the order of the bags.
+        weight = None
+        if weighted:
+            weight = self.weight.to(values.dtype).index_select(0, self.by_token)
+        return F.embedding_bag(
+            self.by_token, values, self.token_start, mode="sum", per_sample_weights=weight
+        )
+
+    def weight_of_rows(self) -> Tensor:
+        """Returns the combine weight <float>[N] of each row."""
+        return self.weight
+
+    def of_weights(self, values: Tensor) -> Tensor:
+        """Returns values <float>[N] of the rows in the order of `weight`."""
+        return values
+
 
 class ChoiceRows(NamedTuple):
     """A row for every choice of every token, sorted by expert; no shape depends on the choices.
@@ -60,8 +81,33 @@ class ChoiceRows(NamedTuple):
     refused: Tensor
     weight: Tensor
 
+    def sum_by_token(self, values: Tensor, *, weighted: bool) -> Tensor:
+        """Returns each token's sum over its accepted choices of <float>[T * K, D]: <float>[T, D].
 
-def gather_rows(tokens: Tensor, rows: ExpertRows) -> Tensor:
+        A token reads its rows, and no row is added to a token: sums have one order on any device.
+        """
+        by_choice = self._by_choice(values)  # [T, K, D]
+        if weighted:
+            by_choice = by_choice * self.weight[..., None].to(values.dtype)
+
+        # In the dtype of the values, which CUDA's autocast would not leave to a sum.
+        return by_choice.sum(dim=1, dtype=values.dtype)
+
+    def weight_of_rows(self) -> Tensor:
+        """Returns the combine weight <float>[T * K] of each row."""
+        return self.weight.flatten().index_select(0, self.choice)
+
+    def of_weights(self, values: Tensor) -> Tensor:
+        """Returns values <float>[T * K] of the rows in the order of `weight`; zeros for refused choices."""
+        return self._by_choice(values[:, None]).squeeze(-1)
+
+    def _by_choice(self, values: Tensor) -> Tensor:
+        """Returns values <float>[T * K, D] of rows by choice <float>[T, K, D]; zeros for refused ones."""
+        by_choice = values.index_select(0, self.row.flatten()).unflatten(0, self.row.shape)
+        return by_choice.masked_fill_(self.refused[..., None], 0)
+
+
+def gather_rows(tokens: Tensor, rows: ExpertRows | ChoiceRows) -> Tensor:
     """Returns the rows, copied from their tokens; differentiable in the tokens.
 
     Args:
@@ -74,7 +120,7 @@ def gather_rows(tokens: Tensor, rows: ExpertRows) -> Tensor:
     return _GatherRows.apply(tokens, rows)
 
 
-def combine_rows(outputs: Tensor, rows: ExpertRows) -> Tensor:
+def combine_rows(outputs: Tensor, rows: ExpertRows | ChoiceRows) -> Tensor:
     """Returns every token's weighted sum over its rows; differentiable in outputs and weights.
 
     Args:
@@ -85,58 +131,6 @@ def combine_rows(outputs: Tensor, rows: ExpertRows) -> Tensor:
         <float>[T, D]; zeros for a token without rows.
     """
     return _CombineRows.apply(outputs, rows.weight, rows)
-
-
-def gather_choices(tokens: Tensor, rows: ChoiceRows) -> Tensor:
-    """Returns a row for every choice, copied from its token; differentiable in the tokens.
-
-    Args:
-        tokens: <float>[T, D].
-        rows: The choice of each row.
-
-    Returns:
-        <float>[T * K, D].
-    """
-    return _GatherChoices.apply(tokens, rows)
-
-
-def combine_choices(outputs: Tensor, rows: ChoiceRows) -> Tensor:
-    """Returns every token's weighted sum over its accepted choices.
-
-    Differentiable in outputs and weights. A token reads its rows, and no row is added to a token:
-    sums have one order on any device, and need no atomic additions.
-
-    Args:
-        outputs: <float>[T * K, D] of the experts.
-        rows: The rows and their weights.
-
-    Returns:
-        <float>[T, D]; zeros for a token without accepted choices.
-    """
-    return _CombineChoices.apply(outputs, rows.weight, rows)
-
-
-def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Tensor:
-    """Returns each token's sum over its rows, without a graph.
-
-    Args:
-        outputs: <float>[N, D].
-        rows: Which token each row is.
-        weight: <float>[N] of each row; None sums them as they are.
-
-    Returns:
-        <float>[T, D]; zeros for a token without rows.
-    """
-    num_tokens = rows.token_start.numel()
-    if not outputs.shape[0]:
-        return outputs.new_zeros(num_tokens, outputs.shape[1])
-
-    # The rows of a token as one bag, in the order of the bags.
-    if weight is not None:
-        weight = weight.to(outputs.dtype).index_select(0, rows.by_token)
-    return F.embedding_bag(
-        rows.by_token, outputs, rows.token_start, mode="sum", per_sample_weights=weight
-    )
 
 
 def used_rows(rows: ExpertRows) -> ExpertRows:
@@ -167,28 +161,26 @@ def round_up_rows(rows: ExpertRows) -> ExpertRows:
     if rounded == counts:
         return rows
 
-    # Position of each row: after the rows that were added to earlier experts.
-    num_slots = sum(rounded)
-    device = rows.token.device
-    rounded_counts = torch.tensor(rounded, device=device)  # [E]
-    start = rows.counts.cumsum(0) - rows.counts
-    rounded_start = rounded_counts.cumsum(0) - rounded_counts
-    shift = (rounded_start - start).repeat_interleave(rows.counts, output_size=rows.token.numel())
-    new_place = torch.arange(rows.token.numel(), device=device) + shift  # [N]
+    # Place of each row: after those that were added to earlier experts.
+    num_rows = rows.token.numel()
+    num_places = sum(rounded)
+    rounded_counts = torch.tensor(rounded)  # [E]
+    added = rounded_counts - rows.counts
+    shift = (added.cumsum(0) - added).repeat_interleave(rows.counts, output_size=num_rows)
+    row = torch.arange(num_rows)
+    place = row + shift  # [N]
 
     # The row that each place repeats: its own, or the last of its expert.
-    last = rows.counts - 1  # [E]
-    expert = torch.arange(len(counts), device=device)
-    expert = expert.repeat_interleave(rounded_counts, output_size=num_slots)  # [N']
-    place = torch.arange(num_slots, device=device) - rounded_start[expert]
-    source = start[expert] + torch.minimum(place, last[expert])  # [N']
+    last = rows.counts.cumsum(0) - 1  # [E]
+    source = last.repeat_interleave(rounded_counts, output_size=num_places)  # [N']
+    source[place] = row
 
-    weight = rows.weight.new_zeros(num_slots)
+    weight = rows.weight.new_zeros(num_places)
     return ExpertRows(
         counts=rounded_counts,
         token=rows.token.index_select(0, source),
-        weight=weight.index_copy(0, new_place, rows.weight),
-        by_token=new_place.index_select(0, rows.by_token),
+        weight=weight.index_copy(0, place, rows.weight),
+        by_token=place.index_select(0, rows.by_token),
         token_start=rows.token_start,
     )
 
@@ -205,92 +197,35 @@ class _GatherRows(torch.autograd.Function):
     """`gather_rows`; backwards every token sums up its rows at once."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, rows: ExpertRows) -> Tensor:
-        ctx.rows = rows
+    def forward(ctx: Any, tokens: Tensor, rows: ExpertRows | ChoiceRows) -> Tensor:
+        ctx.kind = type(rows)
+        ctx.save_for_backward(*rows)
         return tokens.index_select(0, rows.token)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, None]:
-        return sum_by_token(grad_outputs[0], ctx.rows, None), None
+    @first_order_only
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        rows = ctx.kind(*ctx.saved_tensors)
+        return rows.sum_by_token(grad_outputs[0], weighted=False), None
 
 
 class _CombineRows(torch.autograd.Function):
     """`combine_rows`: y_t = sum over the rows n of token t of w_n o_n."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
-        ctx.rows = rows
-        ctx.save_for_backward(outputs, weight)
-        return sum_by_token(outputs, rows, weight)
+    def forward(ctx: Any, outputs: Tensor, weight: Tensor, rows: ExpertRows | ChoiceRows) -> Tensor:
+        ctx.kind = type(rows)
+        ctx.save_for_backward(outputs, *rows)
+        return rows.sum_by_token(outputs, weighted=True)
 
     @staticmethod
     @first_order_only
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        outputs, weight = ctx.saved_tensors
-        d_rows = grad_outputs[0].index_select(0, ctx.rows.token)  # [N, D]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        outputs, *tensors = ctx.saved_tensors
+        rows = ctx.kind(*tensors)
+        d_rows = grad_outputs[0].index_select(0, rows.token)  # [N, D]
 
         # dw_n = dy_t . o_n and do_n = w_n dy_t, with t the token of row n.
-        d_weight = torch.linalg.vecdot(d_rows, outputs).to(weight.dtype)  # [N]
-        d_rows *= weight[:, None].to(d_rows.dtype)
-        return d_rows, d_weight, None
-
-
-class _GatherChoices(torch.autograd.Function):
-    """`gather_choices`; backwards every token sums up the rows of its accepted choices."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, rows: ChoiceRows) -> Tensor:
-        ctx.save_for_backward(*rows)
-        return tokens.index_select(0, rows.token)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, None]:
-        rows = ChoiceRows(*ctx.saved_tensors)
-        d_rows = grad_outputs[0]
-        return _by_choice(d_rows, rows).sum(dim=1, dtype=d_rows.dtype), None
-
-
-class _CombineChoices(torch.autograd.Function):
-    """`combine_choices`: y_t = sum over the choices k of token t of w_tk o_tk."""
-
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weight: Tensor, rows: ChoiceRows) -> Tensor:
-        ctx.save_for_backward(outputs, *rows)
-        weight = weight[..., None].to(outputs.dtype)  # [T, K, 1]
-
-        # In the dtype of the outputs, which CUDA's autocast would not leave to a sum.
-        weighted = _by_choice(outputs, rows) * weight  # [T, K, D]
-        return weighted.sum(dim=1, dtype=outputs.dtype)
-
-    @staticmethod
-    @first_order_only
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        outputs, *tensors = ctx.saved_tensors
-        rows = ChoiceRows(*tensors)
-        d_y = grad_outputs[0]  # [T, D]
-
-        # dw_tk = dy_t . o_tk, where rows of refused choices are zeros.
-        d_weight = torch.linalg.vecdot(_by_choice(outputs, rows), d_y[:, None])  # [T, K]
-        d_weight = d_weight.to(rows.weight.dtype)
-
-        # do_n = w_n dy_t, with t the token of row n.
-        weight = rows.weight.flatten().index_select(0, rows.choice)  # [T * K]
-        d_outputs = d_y.index_select(0, rows.token) * weight[:, None].to(d_y.dtype)
-        return d_outputs, d_weight, None
-
-
-def _by_choice(values: Tensor, rows: ChoiceRows) -> Tensor:
-    """Returns values <float>[T * K, D] of rows by choice <float>[T, K, D]; zeros for refused ones."""
-    by_choice = values.index_select(0, rows.row.flatten())  # [T * K, D]
-    by_choice = by_choice.unflatten(0, rows.row.shape)
-    return by_choice.masked_fill_(rows.refused[..., None], 0)
+        d_weight = torch.linalg.vecdot(d_rows, outputs)  # [N]
+        d_rows *= rows.weight_of_rows()[:, None].to(d_rows.dtype)
+        return d_rows, rows.of_weights(d_weight).to(rows.weight.dtype), None

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe.kernels.expert_rows import ChoiceRows, ExpertRows, combine_choices, gather_choices
+from moe.kernels.expert_rows import ChoiceRows, ExpertRows, combine_rows, gather_rows
 from moe.kernels.torch_private import is_shape_only
 from moe.sparse.plan import DispatchPlan, token_slots
 
@@ -263,12 +263,12 @@ class ChoiceDispatcher(Dispatcher):
 
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Returns a row for each choice of the tokens <float>[T, D]."""
-        x = gather_choices(tokens, self._rows)  # [T * K, D]
+        x = gather_rows(tokens, self._rows)  # [T * K, D]
         return Arrived(SortedRows(x, self._rows.counts))
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the rows <float>[T * K, D]."""
-        return combine_choices(outputs, self._rows)
+        return combine_rows(outputs, self._rows)
 
 
 class FusedDispatcher(Dispatcher):

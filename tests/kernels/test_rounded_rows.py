@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moe.kernels import cpu_experts
 from moe.kernels.cpu_matmul import prepares_for_row_counts
-from moe.kernels.expert_rows import round_up_rows, rounded_count, sum_by_token
+from moe.kernels.expert_rows import round_up_rows, rounded_count
 from tests.sparse.expert_loop import expert_rows, form_of, tiny, weights_of
 
 
@@ -50,7 +50,7 @@ def test_every_row_keeps_its_token_and_its_weight(counts, seed):
     outputs = torch.randn(rounded.token.numel(), 3, generator=generator).double()
     expected = torch.zeros(13, 3).double()
     expected.index_add_(0, rounded.token, outputs * rounded.weight[:, None])
-    assert torch.allclose(sum_by_token(outputs, rounded, rounded.weight), expected, atol=1e-12)
+    assert torch.allclose(rounded.sum_by_token(outputs, weighted=True), expected, atol=1e-12)
 
 
 def test_round_numbers_stay_as_they_are():
