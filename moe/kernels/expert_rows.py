@@ -38,6 +38,10 @@ class ExpertRows(NamedTuple):
     by_token: Tensor
     token_start: Tensor
 
+    def ends(self) -> Tensor:
+        """Returns where the rows of each expert end <int32>[E]."""
+        return self.counts.cumsum(0, dtype=torch.int32)
+
     def sum_by_token(self, values: Tensor, *, weighted: bool) -> Tensor:
         """Returns each token's sum over its rows of <float>[N, D], without a graph: <float>[T, D]."""
         if not values.shape[0]:
@@ -66,7 +70,7 @@ class ChoiceRows(NamedTuple):
     Rows of refused choices come after those of all experts, with undefined values.
 
     Attributes:
-        counts: <int64>[E] rows of each expert.
+        ends: <int32>[E] where the rows of each expert end.
         choice: <int64>[T * K] choice of each row, an index into [T * K].
         token: <int64>[T * K] token of each row, an index into [T, D].
         row: <int64>[T, K] row of each choice: the inverse of `choice`.
@@ -74,7 +78,7 @@ class ChoiceRows(NamedTuple):
         weight: <float>[T, K] combine weight of each choice.
     """
 
-    counts: Tensor
+    ends: Tensor
     choice: Tensor
     token: Tensor
     row: Tensor
@@ -88,7 +92,7 @@ class ChoiceRows(NamedTuple):
         """
         by_choice = self._by_choice(values)  # [T, K, D]
         if weighted:
-            by_choice = by_choice * self.weight[..., None].to(values.dtype)
+            by_choice = by_choice * self.weight[..., None]
 
         # In the dtype of the values, which CUDA's autocast would not leave to a sum.
         return by_choice.sum(dim=1, dtype=values.dtype)
@@ -130,6 +134,7 @@ def combine_rows(outputs: Tensor, rows: ExpertRows | ChoiceRows) -> Tensor:
     Returns:
         <float>[T, D]; zeros for a token without rows.
     """
+    rows = rows._replace(weight=rows.weight.to(outputs.dtype))
     return _CombineRows.apply(outputs, rows.weight, rows)
 
 
@@ -227,5 +232,5 @@ class _CombineRows(torch.autograd.Function):
 
         # dw_n = dy_t . o_n and do_n = w_n dy_t, with t the token of row n.
         d_weight = torch.linalg.vecdot(d_rows, outputs)  # [N]
-        d_rows *= rows.weight_of_rows()[:, None].to(d_rows.dtype)
-        return d_rows, rows.of_weights(d_weight).to(rows.weight.dtype), None
+        d_rows *= rows.weight_of_rows()[:, None]
+        return d_rows, rows.of_weights(d_weight), None

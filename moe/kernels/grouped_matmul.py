@@ -16,7 +16,7 @@ from moe.kernels.expert_weights import LowRank, expert_weight, is_quantized
 from moe.kernels.first_order import first_order_only
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Returns x W_e^T for rows sorted by expert.
 
     One grouped product where torch has it: bfloat16, float16 and float32 with rows of a multiple of
@@ -25,23 +25,22 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Args:
         x: <float>[N, I] rows.
         weight: <float>[E, O, I]; a quantized one is unpacked one expert at a time.
-        counts: <int64>[E] rows of each expert. Later rows are never read, and their results are
-            undefined.
+        ends: <int32>[E] where the rows of each expert end. Later rows are never read, and their
+            results are undefined.
 
     Returns:
         <float>[N, O].
     """
-    ends = counts.cumsum(0, dtype=torch.int32)  # where the rows of each expert end
     return _GroupedLinear.apply(x, weight, ends)
 
 
-def grouped_low_rank(x: Tensor, adapter: LowRank, counts: Tensor) -> Tensor:
+def grouped_low_rank(x: Tensor, adapter: LowRank, ends: Tensor) -> Tensor:
     """Returns what an adapter adds to the product of rows sorted by expert, as `grouped_linear`.
 
     Args:
         x: <float>[N, I] rows.
         adapter: The adapter.
-        counts: <int64>[E] rows of each expert.
+        ends: <int32>[E] where the rows of each expert end.
 
     Returns:
         <float>[N, O].
@@ -50,7 +49,7 @@ def grouped_low_rank(x: Tensor, adapter: LowRank, counts: Tensor) -> Tensor:
     zeros = (0, 0, 0, -adapter.scale.numel() % 8)
     a = F.pad(adapter.a * adapter.scale[:, None], zeros)
     b = F.pad(adapter.b, zeros).contiguous()
-    return grouped_linear(grouped_linear(x, a, counts), b.mT, counts)
+    return grouped_linear(grouped_linear(x, a, ends), b.mT, ends)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -67,13 +67,13 @@ def hidden_units(product: Tensor, bias: Tensor | None, form: ExpertForm, dim: in
     return dropout(hidden, form.dropout_rate)
 
 
-def hidden_rows(product: Tensor, bias: Tensor | None, counts: Tensor, form: ExpertForm) -> Tensor:
+def hidden_rows(product: Tensor, bias: Tensor | None, ends: Tensor, form: ExpertForm) -> Tensor:
     """Returns the hidden units of rows sorted by expert.
 
     Args:
         product: <float>[N, 2F or F] the first product, gate first.
         bias: <float>[E, F] of each expert's hidden units; None for none.
-        counts: <int64>[E] rows of each expert. The results and gradients of the rows after them are
+        ends: <int32>[E] where the rows of each expert end. The results and gradients of the rows after them are
             undefined.
         form: What an expert computes.
 
@@ -81,30 +81,30 @@ def hidden_rows(product: Tensor, bias: Tensor | None, counts: Tensor, form: Expe
         <float>[N, F].
     """
     if bias is not None:
-        bias = bias_of_rows(bias, counts, product.shape[0])  # [N, F]
+        bias = bias_of_rows(bias, ends, product.shape[0])  # [N, F]
     return hidden_units(product, bias, form)
 
 
-def add_bias(product: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+def add_bias(product: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     """Returns a product <float>[N, O] of rows sorted by expert, plus their experts' bias <float>[E, O]."""
-    return product if bias is None else product + bias_of_rows(bias, counts, product.shape[0])
+    return product if bias is None else product + bias_of_rows(bias, ends, product.shape[0])
 
 
-def bias_of_rows(bias: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+def bias_of_rows(bias: Tensor, ends: Tensor, num_rows: int) -> Tensor:
     """Returns a copy of its expert's bias <float>[E, O] for each row: <float>[num_rows, O].
 
     Rows after those of all experts get a row of zeros, whose gradient is undefined.
     """
     bias = F.pad(bias, (0, 0, 0, 1))  # [E + 1, O]
-    return bias.index_select(0, expert_of_rows(counts, num_rows))
+    return bias.index_select(0, expert_of_rows(ends, num_rows))
 
 
-def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:
+def expert_of_rows(ends: Tensor, num_rows: int) -> Tensor:
     """Returns the expert <int64>[num_rows] of each row; E for rows after those of all experts.
 
     Args:
-        counts: <int64>[E] rows of each expert.
-        num_rows: At least their sum.
+        ends: <int32>[E] where the rows of each expert end.
+        num_rows: At least the last of them.
     """
-    row = torch.arange(num_rows, device=counts.device)
-    return torch.searchsorted(counts.cumsum(0), row, right=True)
+    row = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, row, right=True)

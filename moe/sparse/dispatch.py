@@ -30,11 +30,11 @@ class SortedRows(NamedTuple):
 
     Attributes:
         x: <float>[N, D] rows; rows after the last expert's are unused.
-        counts: <int64>[E] rows of each expert.
+        ends: <int32>[E] where the rows of each expert end.
     """
 
     x: Tensor
-    counts: Tensor
+    ends: Tensor
 
 
 class UngatheredRows(NamedTuple):
@@ -164,17 +164,18 @@ def sort_choices(plan: DispatchPlan, num_experts: int) -> ChoiceRows:
 
     # Sorted by expert, where refused choices count as one additional expert.
     # A GPU sorts 16 bits in a quarter of the passes of 64.
-    expert = plan.expert_index.flatten().masked_fill(refused.flatten(), num_experts)
-    sortable = expert.to(torch.int16) if num_experts < 2**15 else expert
-    choice = sortable.argsort(stable=True)  # [T * K]
-    counts = expert.new_zeros(num_experts + 1)
-    counts = counts.scatter_add_(0, expert, torch.ones_like(expert))  # [E + 1]
+    expert = plan.expert_index.where(plan.accepted, num_experts).flatten()  # [T * K]
+    if num_experts < 2**15:
+        expert = expert.to(torch.int16)
+    sorted_expert, choice = expert.sort(stable=True)  # [T * K]
+    experts = torch.arange(num_experts, dtype=expert.dtype, device=expert.device)
+    ends = torch.searchsorted(sorted_expert, experts, right=True, out_int32=True)  # [E]
 
     # And the way back.
     row = torch.arange(choice.numel(), device=choice.device)
     row_of_choice = torch.empty_like(choice).scatter_(0, choice, row)
     return ChoiceRows(
-        counts=counts[:num_experts],
+        ends=ends,
         choice=choice,
         token=choice // refused.shape[1],
         row=row_of_choice.reshape(refused.shape),
@@ -198,7 +199,7 @@ def pad_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     order = rows.refused.flatten().to(torch.int64).argsort(stable=True)  # accepted choices first
     rows_of_token = plan.accepted.flatten(0, 1).sum(dim=-1)  # [T]
     return ExpertRows(
-        counts=rows.counts,
+        counts=rows.ends.diff(prepend=rows.ends.new_zeros(1)).long(),
         token=rows.token,
         weight=rows.weight.flatten().index_select(0, rows.choice),
         by_token=rows.row.flatten().index_select(0, order),
@@ -241,7 +242,7 @@ class RowDispatcher(Dispatcher):
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Returns a row for each choice of the tokens <float>[T, D]."""
         x = tokens.index_select(0, self._rows.token)  # [N, D]
-        return Arrived(SortedRows(x, self._rows.counts))
+        return Arrived(SortedRows(x, self._rows.ends()))
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the rows <float>[N, D]."""
@@ -264,7 +265,7 @@ class ChoiceDispatcher(Dispatcher):
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Returns a row for each choice of the tokens <float>[T, D]."""
         x = gather_rows(tokens, self._rows)  # [T * K, D]
-        return Arrived(SortedRows(x, self._rows.counts))
+        return Arrived(SortedRows(x, self._rows.ends))
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the rows <float>[T * K, D]."""

@@ -139,7 +139,7 @@ class Experts(nn.Module):
             # In training, quantized experts are unpacked one at a time.
             unpacks_later = is_quantized(self.down_proj) and torch.is_grad_enabled()
             weights = self.product_weights(adapters, fused=unpacks_later)
-            return self.run_rows(inputs.x.to(self.product_dtype()), inputs.counts, weights, rate)
+            return self.run_rows(inputs.x.to(self.product_dtype()), inputs.ends, weights, rate)
         weights = self.product_weights(adapters)
         return self.run_slots(inputs.to(self.product_dtype()), weights, rate)
 
@@ -177,16 +177,16 @@ class Experts(nn.Module):
         """
         rows = used_rows(inputs.rows)
         x = gather_rows(inputs.tokens.to(self.output_dtype()), rows)  # [N, D]
-        return combine_rows(self.run_rows(x, rows.counts, weights, adapter_dropout), rows)
+        return combine_rows(self.run_rows(x, rows.ends(), weights, adapter_dropout), rows)
 
     def run_rows(
-        self, x: Tensor, counts: Tensor, weights: ExpertWeights, adapter_dropout: float = 0.0
+        self, x: Tensor, ends: Tensor, weights: ExpertWeights, adapter_dropout: float = 0.0
     ) -> Tensor:
         """Returns the outputs of rows sorted by expert, by grouped products.
 
         Args:
             x: <float>[N, D] rows.
-            counts: <int64>[E] rows of each expert.
+            ends: <int32>[E] where the rows of each expert end.
             weights: The experts' weights, the first in the dtype of the rows.
             adapter_dropout: See `Adapters`.
 
@@ -197,17 +197,17 @@ class Experts(nn.Module):
 
         # Inputs and weights have the dtypes of the products already.
         with autocast_disabled(x.device.type):
-            product = grouped_linear(x, first, counts).to(down.dtype)  # [N, 2F or F]
-            product = add_bias(product, first_bias, counts)
+            product = grouped_linear(x, first, ends).to(down.dtype)  # [N, 2F or F]
+            product = add_bias(product, first_bias, ends)
             if first_adapter is not None:
                 x = dropout(x, adapter_dropout)
-                product = product + grouped_low_rank(x, first_adapter, counts).to(down.dtype)
+                product = product + grouped_low_rank(x, first_adapter, ends).to(down.dtype)
 
-            hidden = hidden_rows(product, bias, counts, self.form())  # [N, F]
-            output = add_bias(grouped_linear(hidden, down, counts), down_bias, counts)  # [N, D]
+            hidden = hidden_rows(product, bias, ends, self.form())  # [N, F]
+            output = add_bias(grouped_linear(hidden, down, ends), down_bias, ends)  # [N, D]
             if down_adapter is not None:
                 hidden = dropout(hidden, adapter_dropout)
-                output = output + grouped_low_rank(hidden, down_adapter, counts)
+                output = output + grouped_low_rank(hidden, down_adapter, ends)
             return output
 
     def run_slots(

@@ -17,7 +17,7 @@ def grouped_outputs(inputs, rows, config):
     tokens, weight, *stacked = inputs
     dispatcher = RowDispatcher(rows._replace(weight=weight))
     inputs = dispatcher.dispatch(tokens).wait()
-    outputs = Experts(config).eval().run_rows(inputs.x, inputs.counts, weights_of(config, stacked))
+    outputs = Experts(config).eval().run_rows(inputs.x, inputs.ends, weights_of(config, stacked))
     return dispatcher.combine(outputs)
 
 
@@ -52,7 +52,7 @@ def test_grouped_products_take_gradients_of_any_strides_and_experts_without_rows
     weight = torch.randn(5, 24, 40, dtype=dtype, requires_grad=True)
     x = torch.randn(23, 40, dtype=dtype, requires_grad=True)
     counts = torch.tensor([0, 13, 0, 10, 0])
-    y = grouped_linear(x, weight, counts)
+    y = grouped_linear(x, weight, counts.cumsum(0, dtype=torch.int32))
     expected = torch.cat([x[:13] @ weight[1].T, x[13:] @ weight[3].T])
     torch.testing.assert_close(y, expected)
     for cotangent in (
@@ -70,7 +70,7 @@ def test_grouped_products_take_gradients_of_any_strides_and_experts_without_rows
 def test_grouped_products_of_no_row_at_all_are_empty(size):
     weight = torch.randn(3, size, size, requires_grad=True)
     x = torch.randn(0, size, requires_grad=True)
-    y = grouped_linear(x, weight, torch.zeros(3, dtype=torch.int64))
+    y = grouped_linear(x, weight, torch.zeros(3, dtype=torch.int32))
     assert y.shape == (0, size)
     d_x, d_weight = torch.autograd.grad(y.sum(), (x, weight))
     assert d_x.shape == (0, size)
@@ -95,11 +95,11 @@ class CountedProducts(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gradient_that_is_not_needed_is_not_computed(dtype, compiled):
     run = torch.compile(grouped_linear, backend="aot_eager") if compiled else grouped_linear
-    counts = torch.tensor([4, 0, 9])
+    ends = torch.tensor([4, 4, 13], dtype=torch.int32)
     for needs_x, needs_weight in ((True, True), (True, False), (False, True)):
         x = torch.randn(13, 16, dtype=dtype, requires_grad=needs_x)
         weight = torch.randn(3, 8, 16, dtype=dtype, requires_grad=needs_weight)
-        y = run(x, weight, counts)
+        y = run(x, weight, ends)
         with CountedProducts() as products:
             y.sum().backward()
         assert products.count == needs_x + needs_weight

@@ -87,7 +87,7 @@ def test_rows_that_are_combined_and_grouped_products_refuse_gradients_of_gradien
     outputs = torch.randn(23, 7, dtype=torch.float64, requires_grad=True)
     x = torch.randn(7, 12, requires_grad=True)
     weight = torch.randn(3, 12, 12, requires_grad=True)
-    grouped = grouped_linear(x, weight, torch.tensor([3, 0, 4]))
+    grouped = grouped_linear(x, weight, torch.tensor([3, 3, 7], dtype=torch.int32))
     for result, wanted in ((combine_rows(outputs, rows), rows.weight), (grouped, x)):
         (gradient,) = torch.autograd.grad(result.sum(), wanted, create_graph=True)
         with pytest.raises(RuntimeError, match=REFUSED):

@@ -208,7 +208,7 @@ def dropout_inputs(form):
         return torch.stack([x, x])
     every = torch.arange(ROWS)
     rows = ExpertRows(torch.tensor([ROWS, 0]), every, torch.ones(ROWS).double(), every, every)
-    return UngatheredRows(x, rows) if form == "gathered" else SortedRows(x, rows.counts)
+    return UngatheredRows(x, rows) if form == "gathered" else SortedRows(x, rows.ends())
 
 
 @pytest.mark.parametrize("form", ["gathered", "rows", "slots"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe.kernels.hidden_units import expert_of_rows
 from moe.sparse.dispatch import ChoiceDispatcher, RowDispatcher, pad_rows, sort_choices, sort_rows
 from tests.sparse.layers import THREE_SLOTS, build_layer
 
@@ -65,7 +66,7 @@ def test_what_stands_in_rows_that_nobody_reads_reaches_no_token_and_no_gradient(
     ):
         rows = dispatcher.dispatch(tokens).wait()
         x = Unwritten.apply(rows.x, num_rows)
-        expert = torch.arange(num_experts).repeat_interleave(rows.counts)
+        expert = expert_of_rows(rows.ends, num_rows)
         factor = torch.ones(x.shape[0], 1, dtype=x.dtype)
         factor[:num_rows, 0] += expert
         output = dispatcher.combine(Unwritten.apply(x * factor, num_rows))
