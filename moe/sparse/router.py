@@ -136,8 +136,7 @@ class Router(nn.Module):
 
             # Padding must not reach the gate: it may hold NaN, and it has no scores.
             if inputs.token_mask is not None:
-                is_padding = ~inputs.token_mask[..., None]
-                gate_input = gate_input.masked_fill(is_padding, 0)
+                gate_input = gate_input.where(inputs.token_mask[..., None], 0)
 
             gate_input = self.perturb(gate_input.to(dtype))
             gate = self.gate.to(dtype)

@@ -238,8 +238,9 @@ def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(
 
 def test_a_choice_whose_gate_is_at_the_threshold_is_not_kept_and_the_first_always_is():
     gates = torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.3, 0.0]]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
     kept = {
-        policy: keep_choices(gates, policy, 0.25)[0].tolist()
+        policy: keep_choices(gates, mask, policy, 0.25)[0].tolist()
         for policy in ("all", "none", "threshold")
     }
     assert kept["all"] == [[True] * 3] * 2

@@ -50,7 +50,8 @@ def test_training_repeats_itself_under_the_same_seed_and_evaluation_draws_nothin
 def test_a_choice_is_kept_with_probability_gate_over_threshold():
     torch.manual_seed(0)
     gates = torch.tensor([0.7, 0.25, 0.05]).expand(3, 40_009, 3)
-    kept = keep_choices(gates, "random", 0.2).double().mean(dim=(0, 1))
+    mask = torch.ones(3, 40_009, dtype=torch.bool)
+    kept = keep_choices(gates, mask, "random", 0.2).double().mean(dim=(0, 1))
     assert kept[:2].tolist() == [1, 1]
     assert abs(kept[2].item() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / (3 * 40_009))
 

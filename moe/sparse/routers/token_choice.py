@@ -79,7 +79,7 @@ class TokenChoiceRouter(Router):
 
         # Appendix G: whether the second expert is worth its slot. Padding requests nothing.
         policy, threshold = self._second_expert_policy()
-        requested = keep_choices(gates, policy, threshold) & token_mask[..., None]
+        requested = keep_choices(gates, token_mask, policy, threshold)  # [G, S, K]
 
         # Capacity: first choices before second ones, in the order of the sequence.
         plan = self.plan_choices(
@@ -170,11 +170,12 @@ def normalize_gates(gates: Tensor) -> Tensor:
     return gates / (gates.sum(dim=-1, keepdim=True) + 1e-9)
 
 
-def keep_choices(gates: Tensor, policy: Policy, threshold: float) -> Tensor:
-    """Returns which choices ask for a slot: the first always, the others by the policy.
+def keep_choices(gates: Tensor, token_mask: Tensor, policy: Policy, threshold: float) -> Tensor:
+    """Returns which choices of real tokens ask for a slot: the first always, the others by the policy.
 
     Args:
         gates: <float32>[G, S, K] gates.
+        token_mask: <bool>[G, S] real tokens.
         policy: `all`, `none`, `threshold` or `random`; the last draws from torch's generator.
         threshold: Gate above which `threshold` keeps a choice, and from which on `random` always
             does.
@@ -185,9 +186,9 @@ def keep_choices(gates: Tensor, policy: Policy, threshold: float) -> Tensor:
     Source:
         ST-MoE (arXiv:2202.08906) appendix G: probability min(1, gate / threshold).
     """
-    num_choices = gates.shape[-1]
-    if policy == "all" or num_choices == 1:
-        return torch.ones_like(gates, dtype=torch.bool)
+    is_real = token_mask[..., None].expand_as(gates)
+    if policy == "all" or gates.shape[-1] == 1:
+        return is_real
 
     if policy == "none":
         keep = torch.zeros_like(gates, dtype=torch.bool)
@@ -198,4 +199,4 @@ def keep_choices(gates: Tensor, policy: Policy, threshold: float) -> Tensor:
         keep = torch.rand_like(gates) < gates / threshold
 
     keep[..., 0] = True
-    return keep
+    return keep & is_real
