@@ -230,13 +230,12 @@ class SparseFeedForward(nn.Module):
         if self.shared_experts is None:
             return None
         experts, adapters = read_adapters(self.shared_experts, 1, None)
-        is_padding = ~is_real.flatten()[:, None]  # [T, 1]
-        slots = tokens.masked_fill(is_padding, 0)[None]  # [1, T, D]
-        return experts(Arrived(slots), adapters)[0].masked_fill(is_padding, 0)
+        is_real = is_real.flatten()[:, None]  # [T, 1]
+        slots = tokens.where(is_real, 0)[None]  # [1, T, D]
+        return experts(Arrived(slots), adapters)[0].where(is_real, 0)
 
     def _report(self, scores: RouterScores, plan: DispatchPlan) -> RouterOutput:
-        # Losses keep their gradient; statistics have none. Both need the normalizer.
-        scores = scores._replace(computed_normalizer=scores.log_normalizer)
+        # Losses keep their gradient; statistics have none.
         losses = unwrapped(self.router).losses(scores, plan)
         return RouterOutput(
             router_logits=scores.logits,

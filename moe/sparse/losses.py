@@ -103,7 +103,7 @@ def router_losses(
     is_real = plan.token_mask.to(scores.probs.dtype)  # [G, S], 1 for a real token
 
     # Eq. 5: (log sum_i exp x_i)² of each token, with x the router's logits.
-    z = scores.log_normalizer.square()  # [G, S]
+    z = scores.logits.logsumexp(dim=-1).square()  # [G, S]
 
     # Padding does not count, or in Flaxformer as a token with logits of 0.
     if config.rules.router_z_loss_over == "real_tokens":
@@ -113,39 +113,41 @@ def router_losses(
     num_tokens = _num_counted(num_real, group_size, config.rules.router_z_loss_over)  # [G]
     num_share_tokens = _num_counted(num_real, group_size, config.rules.balance_over)  # [G]
 
-    # A balance loss of zero, without a graph or any counted group.
-    zero = scores.probs.new_zeros(())
+    if balanced_by_construction:
+        # A balance loss of zero, without a graph or any counted group.
+        zero = scores.probs.new_zeros(())
+        balance = {
+            "load_balance_sum": zero,
+            "load_balance_count": zero,
+            "choices": zero.expand(num_experts),
+            "prob_sums": zero.expand(num_experts),
+            "group_load_balance": zero.expand(num_groups),
+        }
+    else:
+        balance = _balance_loss(scores, plan, is_real, num_share_tokens, config)
     losses = RouterLosses(
-        load_balance_sum=zero,
-        load_balance_count=zero,
         router_z_sum=z.sum(),
         router_z_count=num_tokens.sum(),
-        choices=zero.expand(num_experts),
-        prob_sums=zero.expand(num_experts),
         num_share_tokens=num_share_tokens.sum(),
-        group_load_balance=zero.expand(num_groups),
         group_router_z=z.sum(dim=-1) / num_tokens.clamp(min=1),
+        **balance,
     )
-    if balanced_by_construction:
-        return losses
 
     # Shares of a group, or of the whole call; wider scopes are computed by callers, which know the
     # ranks.
-    losses = _with_balance_loss(losses, scores, plan, is_real, num_share_tokens, config)
-    if config.balance_scope == "group":
+    if balanced_by_construction or config.balance_scope == "group":
         return losses
     return balance_within(losses, BalanceTotals(losses.choices, losses.num_share_tokens))
 
 
-def _with_balance_loss(
-    losses: RouterLosses,
+def _balance_loss(
     scores: RouterScores,
     plan: DispatchPlan,
     is_real: Tensor,
     num_share_tokens: Tensor,
     config: SparseConfig,
-) -> RouterLosses:
-    """Returns the losses with the balance loss of appendix A: E * sum_i f_i P_i of each group, and their sum."""
+) -> dict[str, Tensor]:
+    """Returns the fields of the balance loss of appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
 
     # n f_i: how many of the group's tokens chose expert i, before policy and capacity; no gradient.
@@ -160,15 +162,16 @@ def _with_balance_loss(
     # A sum, not a product of matrices, which autocast would round.  [G, E]
     prob_sums = (scores.probs * is_real[..., None]).sum(dim=1)
 
-    # sum_i f_i P_i: both factors are divided by n at once, after the sum over experts.  [G]
-    overlap = (choices * prob_sums).sum(dim=-1) / num_share_tokens.clamp(min=1).square()
-    return losses._replace(
-        load_balance_sum=num_experts * overlap.sum(),
-        load_balance_count=num_share_tokens.sign().sum(),
-        choices=choices.sum(dim=0),
-        prob_sums=prob_sums.sum(dim=0),
-        group_load_balance=num_experts * overlap,
-    )
+    # E sum_i f_i P_i: both factors are divided by n at once, after the sum over experts.  [G]
+    scale = num_experts * num_share_tokens.clamp(min=1).pow(-2)
+    group_load_balance = (choices * prob_sums).sum(dim=-1) * scale
+    return {
+        "load_balance_sum": group_load_balance.sum(),
+        "load_balance_count": num_share_tokens.sign().sum(),
+        "choices": choices.sum(dim=0),
+        "prob_sums": prob_sums.sum(dim=0),
+        "group_load_balance": group_load_balance,
+    }
 
 
 def _num_counted(num_real: Tensor, group_size: int, positions: str) -> Tensor:

@@ -21,23 +21,10 @@ class RouterScores(NamedTuple):
     Attributes:
         logits: <float32>[G, S, E] `router_logits`.
         probs: <float32>[G, S, E] `router_probs`, their softmax over experts.
-        computed_normalizer: <float32>[G, S] `log_normalizer`, where it is computed already.
     """
 
     logits: Tensor
     probs: Tensor
-    computed_normalizer: Tensor | None = None
-
-    @property
-    def log_normalizer(self) -> Tensor:
-        """<float32>[G, S] logsumexp of the logits.
-
-        Losses and statistics need it; in decoding, which has neither, it would take a fifth of the
-        layer's time without its products.
-        """
-        if self.computed_normalizer is not None:
-            return self.computed_normalizer
-        return self.logits.logsumexp(dim=-1)
 
 
 def router_scores(logits: Tensor) -> RouterScores:

@@ -165,24 +165,25 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
         plan: The resulting plan.
         losses: The losses of the same plan.
     """
-    # Choices of each expert, requested and accepted; and those that were refused.
-    num_groups, group_size, num_experts = scores.probs.shape
+    # Choices of each expert, and first, second, ... choices: requested and accepted.
+    num_groups, _, num_experts = scores.probs.shape
     choices = torch.stack([plan.requested, plan.accepted]).long()  # [2, G, S, K]
     expert_index = plan.expert_index.flatten().expand(2, -1)  # [2, T * K]
     loads = choices.new_zeros(2, num_experts)
     loads = loads.scatter_add_(1, expert_index, choices.flatten(1))
     expert_load, accepted_load = loads.unbind()  # [E]
-    refused = plan.requested & ~plan.accepted  # [G, S, K]
+    requested, accepted = choices.sum(dim=(1, 2)).unbind()  # [K]
 
-    # Tokens that are real, that reached no expert, and that reached two or more.
+    # Tokens that reached at least one expert, and two; all positions reached at least none.
     experts_reached = choices[1].sum(dim=-1)  # [G, S]
-    is_dropped = plan.token_mask & (experts_reached == 0)
-    is_token = torch.stack([plan.token_mask, is_dropped, experts_reached > 1])  # [3, G, S]
-    num_tokens, dropped_tokens, second_expert_tokens = is_token.sum(dim=(1, 2)).unbind()
+    least = torch.arange(3, device=experts_reached.device)[:, None, None]
+    num_positions, used_tokens, second_expert_tokens = (
+        (experts_reached >= least).sum(dim=(1, 2)).unbind()
+    )
+    num_tokens = plan.token_mask.sum()
 
-    # Entropy of a softmax: logsumexp(x) - sum_i p_i x_i; a sum, which autocast does not round.
-    mean_logit = (scores.probs * scores.logits).sum(dim=-1)  # [G, S]
-    entropy = scores.log_normalizer - mean_logit
+    # Entropy in nats: -sum_i p_i log p_i, without padding.
+    entropy = torch.special.entr(scores.probs * plan.token_mask[..., None])  # [G, S, E]
 
     # Without a capacity there are as many slots as are used.
     if plan.capacity is None:
@@ -201,11 +202,11 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
         accepted_load=accepted_load,
         num_slots=num_slots,
         num_tokens=num_tokens,
-        num_positions=torch.full_like(accepted_load[0], num_groups * group_size),
-        dropped_tokens=dropped_tokens,
-        dropped_by_choice=refused.sum(dim=(0, 1)),
+        num_positions=num_positions,
+        dropped_tokens=num_tokens - used_tokens,
+        dropped_by_choice=requested - accepted,
         second_expert_tokens=second_expert_tokens,
-        entropy_sum=(entropy * plan.token_mask).sum(dtype=torch.float64),
+        entropy_sum=entropy.sum(dtype=torch.float64),
         confidence_sum=plan.combine_weight.sum(dtype=torch.float64),
         load_balance_sum=load_balance_sum,
         load_balance_count=load_balance_count,
