@@ -22,7 +22,7 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31375,
+    "moe": 31255,
     "moe/checkpoint": 1030,
     "moe/commands": 2575,
     "moe/convert": 1496,
@@ -30,7 +30,7 @@ CODE_LINES = {
     "moe/distributed": 1351,
     "moe/hosts": 647,
     "moe/inspection": 2250,
-    "moe/kernels": 1456,
+    "moe/kernels": 1375,
     "moe/models": 3565,
     "moe/network": 3461,
     "moe/optim": 1004,

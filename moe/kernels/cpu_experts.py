@@ -13,7 +13,6 @@ operation of the process, such as a step of decoding, had to wake  them.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,8 @@ from moe.kernels.hidden_units import GELU_FORMS, ExpertForm, activate
 from moe.kernels.host_memory import empty_in_few_pages
 from moe.kernels.late_gradients import LateGradients
 from moe.kernels.quantized_weight import QuantizedWeight
+
+aten = torch.ops.aten
 
 # Bytes in a column of a piece of a forward pass, 512 rows in float32: enough for a product at full
 # speed, few enough for the cache.
@@ -137,9 +138,7 @@ class _FusedFeedForward(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         tokens, *saved = ctx.saved_tensors
         values = RowValues(*saved[:4])
         weights = ExpertWeights.of(saved[4:])
@@ -154,8 +153,13 @@ class _FusedFeedForward(torch.autograd.Function):
         needed = (needs_tokens, needs_weight, False, False, *needs_others)
         d_tokens, d_weight, _, _, *d_others = run_backward(inputs, needed, d_products)
 
-        compute = partial(run_weight_gradients, inputs, d_products)
-        d_first, d_down = ctx.late.leave(compute, weights)
+        def compute_late(needs_first: bool, needs_down: bool) -> list[Tensor | None]:
+            needed = [False, False, needs_first, needs_down] + [False] * len(needs_others)
+            return run_backward(inputs, needed, d_products, is_late=True)[2:4]
+
+        # Zeros that take no memory stand in for them until then.
+        ctx.late.compute = compute_late
+        d_first, d_down = (weight.new_zeros(()).expand(weight.shape) for weight in weights[:2])
         return (d_tokens, d_weight, d_first, d_down, *d_others, None, None, None)
 
 
@@ -199,16 +203,9 @@ def run_forward(
     counts = rows.counts.tolist()
     num_rows = rows.token.numel()
     num_kept = num_rows if num_buffered is None else num_buffered
-    num_saved = num_kept if keep_products else 0
-    num_dropped = num_kept if form.dropout_rate else 0
+    values = empty_values(tokens, weights, form, num_kept, keep_products)
+    products, gates, kept_units, outputs = values
     hidden_layer = _HiddenLayer(form)
-
-    # Inputs of the backward pass; tensors without rows are not needed.
-    num_gates = 0 if hidden_layer.is_relu else num_saved
-    products = tokens.new_empty(num_saved, first.shape[1])  # z  [N, 2F or F]
-    gates = tokens.new_empty(num_gates, down.shape[2])  # act(z')  [N, F]
-    kept_units = torch.empty(num_dropped, down.shape[2], dtype=torch.bool)  # [N, F]
-    outputs = tokens.new_empty(num_kept, down.shape[1])  # o  [N, D]
 
     def run_piece(piece: Piece) -> None:
         # Each piece has its own seed, so the dropped units do not depend on the threads.
@@ -224,11 +221,11 @@ def run_forward(
         product = _expert_product(x, first, piece.expert, product)  # [n, 2F or F]
         _add_bias(product, first_bias, piece.expert)
         _add_adapter(product, x, first_adapter, piece.expert)
-        gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
-        hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
-        output = _expert_product(hidden.output, down, piece.expert, outputs[here])  # [n, D]
+        gate = hidden_layer.activate(product, gates[here] if gates.numel() else None)  # [n, F]
+        _, hidden = hidden_layer.units(product, gate, expert_bias, kept_units[here])
+        output = _expert_product(hidden, down, piece.expert, outputs[here])  # [n, D]
         _add_bias(output, down_bias, piece.expert)
-        _add_adapter(output, hidden.output, down_adapter, piece.expert)
+        _add_adapter(output, hidden, down_adapter, piece.expert)
 
     pieces = [piece for piece in split_rows(counts, _rows_per_piece(tokens)) if piece.num_rows]
     if num_rows <= _SEQUENTIAL_ROWS:
@@ -238,7 +235,23 @@ def run_forward(
         run_pieces(run_piece, pieces)
 
     combined = rows.sum_by_token(outputs[:num_rows], weighted=True)  # [T, D]
-    return combined, RowValues(products, gates, kept_units, outputs)
+    return combined, values
+
+
+def empty_values(
+    tokens: Tensor, weights: ExpertWeights, form: ExpertForm, num_rows: int, keep_products: bool
+) -> RowValues:
+    """Returns memory for the results of a forward pass for `num_rows` rows."""
+    num_saved = num_rows if keep_products else 0
+    num_gates = 0 if form.activation == "relu" else num_saved
+    num_dropped = num_rows if form.dropout_rate else 0
+    d_ff = weights.down.shape[2]
+    return RowValues(
+        products=tokens.new_empty(num_saved, weights.first.shape[1]),
+        gates=tokens.new_empty(num_gates, d_ff),
+        kept_units=tokens.new_empty(num_dropped, d_ff, dtype=torch.bool),
+        outputs=tokens.new_empty(num_rows, tokens.shape[1]),
+    )
 
 
 def _expert_product(x: Tensor, stacked: Tensor, expert: int, out: Tensor | None) -> Tensor:
@@ -268,7 +281,11 @@ def _low_rank_t(x: Tensor, adapter: LowRank, expert: int) -> Tensor:
 
 
 def run_backward(
-    inputs: BackwardInputs, needed: Sequence[bool], d_products: Tensor | None = None
+    inputs: BackwardInputs,
+    needed: Sequence[bool],
+    d_products: Tensor | None = None,
+    *,
+    is_late: bool = False,
 ) -> list[Tensor | None]:
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
@@ -276,7 +293,8 @@ def run_backward(
         inputs: Inputs of the gradients.
         needed: Which gradients are requested: of tokens, of the rows' weights, and of the weights in
             the order of their `tensors`.
-        d_products: <float>[N, 2F or F] receives dz, for `run_weight_gradients`; None if that is not needed.
+        d_products: <float>[N, 2F or F] receives dz, or holds it; None if nothing is computed late.
+        is_late: Whether dz is there already, and the gradients of W1 and W2 alone are requested.
     """
     d_output, tokens, rows, weights, form, values = inputs
     products, gates, kept_units, outputs = values
@@ -329,24 +347,28 @@ def run_backward(
         if d_down_bias is not None:
             torch.sum(d_row, dim=0, out=d_down_bias.piece_sum(piece))
 
-        # dW2 = do^T h, with h computed again from the kept products, and dh = do W2.
+        # dW2 = do^T h, with h computed again from the kept products.
         gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
-        hidden = hidden_layer.hidden(product, gate, expert_bias, kept)
+        plain, hidden = hidden_layer.units(product, gate, expert_bias, kept)
         if d_down is not None:
-            expert_weight_gradient(d_row, hidden.output, d_down.piece_sum(piece))
-        down_weight = expert_weight(down, piece.expert, tokens)
-        d_hidden = multiply(d_row, down_weight.t(), kind="expert_input_gradient")  # [n, F]
-        if down_adapter is not None:
-            run_adapter(piece, down_adapter, d_down_a, d_down_b, d_row, hidden.output, d_hidden)
+            expert_weight_gradient(d_row, hidden, d_down.piece_sum(piece))
 
-        # Back through dropout, bias and activation, to dz.
-        d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
-        d_plain = hidden_layer.d_plain(d_hidden, hidden, expert_bias, kept, d_bias_sum)
-        d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
+        # dh = do W2, and back through dropout, bias and activation to dz.
+        if is_late:
+            assert d_products is not None, "the first pass keeps dz"
+            d_product = d_products[here]
+        else:
+            down_weight = expert_weight(down, piece.expert, tokens)
+            d_hidden = multiply(d_row, down_weight.t(), kind="expert_input_gradient")  # [n, F]
+            if down_adapter is not None:
+                run_adapter(piece, down_adapter, d_down_a, d_down_b, d_row, hidden, d_hidden)
+            d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
+            d_plain = hidden_layer.d_plain(d_hidden, plain, expert_bias, kept, d_bias_sum)
+            d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
+            if d_products is not None:
+                d_products[here] = d_product
         if d_first_bias is not None:
             torch.sum(d_product, dim=0, out=d_first_bias.piece_sum(piece))
-        if d_products is not None:
-            d_products[here] = d_product
 
         # dW1 = dz^T x and dx = dz W1.
         needs_x = d_first is not None or first_adapter is not None
@@ -358,78 +380,18 @@ def run_backward(
             first_weight = expert_weight(first, piece.expert, tokens)
             d_x = d_rows[here]
             multiply(d_product, first_weight.t(), kind="expert_input_gradient", out=d_x)
-        if first_adapter is not None:
+        if first_adapter is not None and not is_late:
             run_adapter(piece, first_adapter, d_first_a, d_first_b, d_product, x, d_x)
 
-    run_pieces(run_piece, _backward_pieces(tokens, rows))
+    # As few pieces as keep all cores busy: a weight's gradient is one sum over its rows.
+    fair_share = math.ceil(num_rows / torch.get_num_threads())
+    most_rows = max(_rows_per_piece(tokens), fair_share)
+    run_pieces(run_piece, split_rows(rows.counts.tolist(), most_rows))
     d_tokens = rows.sum_by_token(d_rows, weighted=False) if needs_tokens else None
     gradients = [d_tokens, d_weight]
     for gradient in d_stacked:
         gradients.append(None if gradient is None else gradient.total())
     return gradients
-
-
-def run_weight_gradients(
-    inputs: BackwardInputs, d_products: Tensor, needs_first: bool, needs_down: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns dW1 <float>[E, 2F or F, D] and dW2 <float>[E, D, F], which `run_backward` left out.
-
-    Args:
-        inputs: Those of `run_backward`.
-        d_products: <float>[N, 2F or F] dz of every row.
-        needs_first: Whether dW1 is requested.
-        needs_down: Whether dW2 is requested.
-    """
-    d_output, tokens, rows, weights, form, values = inputs
-    products, gates, kept_units, _ = values
-    bias = weights.bias
-    hidden_layer = _HiddenLayer(form)
-    num_rows = rows.token.numel()
-    row_weight = rows.weight.to(tokens.dtype)[:, None]  # [N, 1]
-    d_first = _WeightGradient(weights.first, num_rows) if needs_first else None
-    d_down = _WeightGradient(weights.down, num_rows) if needs_down else None
-
-    def run_piece(piece: Piece) -> None:
-        here = slice(piece.start, piece.end)
-        token = rows.token[here]
-
-        # dW2 = do^T h, with do_n = w_n dy_t.
-        if d_down is not None:
-            product = products[here]
-            gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
-            expert_bias = None if bias is None else bias[piece.expert]
-            hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
-            d_row = d_output.index_select(0, token).mul_(row_weight[here])  # [n, D]
-            expert_weight_gradient(d_row, hidden.output, d_down.piece_sum(piece))
-
-        # dW1 = dz^T x.
-        if d_first is not None:
-            x = tokens.index_select(0, token)  # [n, D]
-            expert_weight_gradient(d_products[here], x, d_first.piece_sum(piece))
-
-    run_pieces(run_piece, _backward_pieces(tokens, rows))
-    return (
-        d_first.total() if d_first is not None else None,
-        d_down.total() if d_down is not None else None,
-    )
-
-
-def _backward_pieces(tokens: Tensor, rows: ExpertRows) -> list[Piece]:
-    """Returns as few pieces as keep all cores busy: a weight's gradient is one sum over its rows."""
-    fair_share = math.ceil(rows.token.numel() / torch.get_num_threads())
-    return split_rows(rows.counts.tolist(), max(_rows_per_piece(tokens), fair_share))
-
-
-class _Hidden(NamedTuple):
-    """The hidden units of some rows.
-
-    Attributes:
-        plain: <float>[n, F] p, before bias and dropout.
-        output: <float>[n, F] h, after both: what the second product takes.
-    """
-
-    plain: Tensor
-    output: Tensor
 
 
 class _HiddenLayer:
@@ -440,29 +402,29 @@ class _HiddenLayer:
     """
 
     def __init__(self, form: ExpertForm) -> None:
-        self.is_gated = form.gated
-        self.activation = form.activation
-        self.is_relu = form.activation == "relu"
+        self.form = form
         self.multiplies_bias = form.bias_kind == "multiplicative"
-        self.keep_scale = 1 / (1 - form.dropout_rate)
 
     def gate_half(self, product: Tensor) -> Tensor:
         """Returns z' <float>[n, F] of z <float>[n, 2F or F]."""
-        return product.chunk(2, dim=-1)[0] if self.is_gated else product
+        return product.chunk(2, dim=-1)[0] if self.form.gated else product
 
     def activate(self, product: Tensor, out: Tensor | None) -> Tensor:
         """Returns act(z') <float>[n, F] of z <float>[n, 2F or F]; all but ReLU may fill `out`."""
         gate = self.gate_half(product)
-        if self.is_relu:
+        activation = self.form.activation
+        if activation == "relu":
             return gate.relu_()
         if out is None:
-            return activate(gate, self.activation)
-        if self.activation == "silu":
-            return torch.ops.aten.silu.out(gate, out=out)
-        return torch.ops.aten.gelu.out(gate, approximate=GELU_FORMS[self.activation], out=out)
+            return activate(gate, activation)
+        if activation == "silu":
+            return aten.silu.out(gate, out=out)
+        return aten.gelu.out(gate, approximate=GELU_FORMS[activation], out=out)
 
-    def hidden(self, product: Tensor, gate: Tensor, bias: Tensor | None, kept: Tensor) -> _Hidden:
-        """Returns p and h of z <float>[n, 2F or F] and act(z') <float>[n, F].
+    def units(
+        self, product: Tensor, gate: Tensor, bias: Tensor | None, kept: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns p and h <float>[n, F] of z <float>[n, 2F or F] and act(z') <float>[n, F].
 
         Args:
             product: z.
@@ -471,32 +433,31 @@ class _HiddenLayer:
             kept: <bool>[n, F] units that dropout keeps; empty without dropout.
         """
         # p = act(z') * z'', or act(z') alone.
-        plain = gate
-        if self.is_gated:
-            plain = gate * product.chunk(2, dim=-1)[1]
+        plain = gate * product.chunk(2, dim=-1)[1] if self.form.gated else gate
 
-        # h: the bias, then dropout, which scales the kept units up.
-        output = plain
+        # h: the bias, then dropout.
+        hidden = plain
         if bias is not None:
-            output = plain * bias if self.multiplies_bias else plain + bias
-        if kept.numel():
-            output = (output * kept).mul_(self.keep_scale)
-        return _Hidden(plain, output)
+            hidden = plain * bias if self.multiplies_bias else plain + bias
+        return plain, self.drop(hidden, kept)
+
+    def drop(self, units: Tensor, kept: Tensor) -> Tensor:
+        """Returns <float>[n, F] without the units that dropout drops, and scales the others up."""
+        return (units * kept).mul_(1 / (1 - self.form.dropout_rate)) if kept.numel() else units
 
     def d_plain(
         self,
         d_hidden: Tensor,
-        hidden: _Hidden,
+        plain: Tensor,
         bias: Tensor | None,
         kept: Tensor,
         d_bias: Tensor | None,
     ) -> Tensor:
         """Returns dp <float>[n, F] of dh <float>[n, F], and fills dB <float>[F] when it is given."""
         # Through dropout, then through the bias: dB is a sum over the rows.
-        if kept.numel():
-            d_hidden = (d_hidden * kept).mul_(self.keep_scale)
+        d_hidden = self.drop(d_hidden, kept)
         if d_bias is not None:
-            d_bias_rows = d_hidden * hidden.plain if self.multiplies_bias else d_hidden
+            d_bias_rows = d_hidden * plain if self.multiplies_bias else d_hidden
             torch.sum(d_bias_rows, dim=0, out=d_bias)
         if bias is not None and self.multiplies_bias:
             return d_hidden * bias
@@ -504,27 +465,25 @@ class _HiddenLayer:
 
     def d_product(self, d_plain: Tensor, product: Tensor, gate: Tensor) -> Tensor:
         """Returns dz <float>[n, 2F or F] from dp <float>[n, F], which is overwritten."""
-        if not self.is_gated:
+        if not self.form.gated:
             return self._d_activation(d_plain, product, d_plain)
 
         # p = act(z') * z'', so dz'' = dp * act(z') and dz' = dp * z'' * act'(z').
         d_product = torch.empty_like(product)
         d_gate, d_up = d_product.chunk(2, dim=-1)
         torch.mul(d_plain, gate, out=d_up)
-        d_activated = d_plain.mul_(product.chunk(2, dim=-1)[1])
-        self._d_activation(d_activated, self.gate_half(product), d_gate)
+        gate_half, up_half = product.chunk(2, dim=-1)
+        self._d_activation(d_plain.mul_(up_half), gate_half, d_gate)
         return d_product
 
     def _d_activation(self, d_activated: Tensor, gate: Tensor, out: Tensor) -> Tensor:
-        if self.is_relu:
-            return torch.ops.aten.threshold_backward.grad_input(
-                d_activated, gate, 0, grad_input=out
-            )
-        if self.activation == "silu":
-            return torch.ops.aten.silu_backward.grad_input(d_activated, gate, grad_input=out)
-        return torch.ops.aten.gelu_backward.grad_input(
-            d_activated, gate, approximate=GELU_FORMS[self.activation], grad_input=out
-        )
+        activation = self.form.activation
+        if activation == "relu":
+            return aten.threshold_backward.grad_input(d_activated, gate, 0, grad_input=out)
+        if activation == "silu":
+            return aten.silu_backward.grad_input(d_activated, gate, grad_input=out)
+        kind = GELU_FORMS[activation]
+        return aten.gelu_backward.grad_input(d_activated, gate, approximate=kind, grad_input=out)
 
 
 # ---- gradients of stacked weights ----
@@ -538,9 +497,8 @@ class _WeightGradient:
 
     def __init__(self, weights: Tensor, num_rows: int) -> None:
         has_few_rows = num_rows < _FEW_ROWS * weights.shape[0]
-        self._first_pieces = (
-            empty_in_few_pages(weights) if has_few_rows else torch.empty_like(weights)
-        )
+        empty = empty_in_few_pages if has_few_rows else torch.empty_like
+        self._first_pieces = empty(weights)
         self._further_pieces: dict[tuple[int, int], Tensor] = {}
 
     def piece_sum(self, piece: Piece) -> Tensor:

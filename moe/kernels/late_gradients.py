@@ -12,7 +12,7 @@ The experts store the inputs of the gradients there (cpu_experts.py), and give t
 placeholder gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,37 +22,15 @@ from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.first_order import first_order_only
 from moe.kernels.torch_private import is_plain
 
-ComputeGradients = Callable[[bool, bool], tuple[Tensor | None, Tensor | None]]
-"""Takes whether dW1 and dW2 are needed, and returns those."""
-
 
 class LateGradients:
-    """Storage in which a backward pass leaves the gradients of the weights for later."""
+    """Where a backward pass leaves the gradients of the weights for later.
 
-    def __init__(self) -> None:
-        self._compute: ComputeGradients | None = None
+    Attributes:
+        compute: Takes whether dW1 and dW2 are needed, and returns those.
+    """
 
-    def leave(self, compute: ComputeGradients, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
-        """Has the gradients computed later.
-
-        Args:
-            compute: Computes them.
-            weights: Whose gradients they are.
-
-        Returns:
-            <float>[E, 2F or F, D] and [E, D, F] zeros that take no memory, as placeholders.
-        """
-        self._compute = compute
-        first = weights.first.new_zeros(()).expand(weights.first.shape)
-        down = weights.down.new_zeros(()).expand(weights.down.shape)
-        return first, down
-
-    def compute(self, needs_first: bool, needs_down: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradients of W1 and W2, and releases their inputs."""
-        assert self._compute is not None, "the experts' own node runs first"
-        compute = self._compute
-        self._compute = None
-        return compute(needs_first, needs_down)
+    compute: Callable[[bool, bool], Sequence[Tensor | None]] | None = None
 
 
 def pass_weights(weights: ExpertWeights) -> tuple[ExpertWeights, LateGradients | None]:
@@ -88,8 +66,9 @@ class _PassWeights(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
-        ctx: Any, *_: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        compute = ctx.late.compute
+        assert compute is not None, "the experts' own node runs first"
+        ctx.late.compute = None  # with it go the inputs of the gradients
         needs_first, needs_down, _ = ctx.needs_input_grad
-        return (*ctx.late.compute(needs_first, needs_down), None)
+        return (*compute(needs_first, needs_down), None)

@@ -82,5 +82,6 @@ def test_the_operation_is_what_it_says_to_compilers():
     stacked += [absent, torch.randn(4, 3, dtype=first.dtype).requires_grad_()]  # no b1, but b2
     stacked += [a.requires_grad_(), b.requires_grad_(), scale, absent, absent, absent]
     seed = torch.tensor(3)
-    arguments = (tokens, weight, stacked, indices, seed, "silu", True, expert_bias, 0.3, True, True)
+    inputs = [tokens, weight, *stacked]
+    arguments = (inputs, indices, seed, "silu", True, expert_bias, 0.3, True)
     torch.library.opcheck(compiled_experts._fused_experts, arguments)
