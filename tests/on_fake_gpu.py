@@ -21,7 +21,10 @@ from transformers import EncoderDecoderCache, StaticCache
 from moe import STMoEConfig
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
+from moe.sparse.config import SparseConfig
+from moe.sparse.layer import SparseFeedForward
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
+from tests.launches import Launches
 from tests.models.tiny import checkpointed, tiny_batch, tiny_model
 from tests.sparse.layers import ROUTER_NAMES, THREE_SLOTS, build_layer
 from tests.synchronisation import NoSynchronisation
@@ -96,6 +99,36 @@ def run_layers() -> None:
         assert x.grad is not None and x.grad.device.type == DEVICE
 
 
+def run_launches() -> None:
+    """Counts what a step of the layer of docs/guides/speed.md launches, and prints where."""
+    with torch.device("meta"):
+        layer = SparseFeedForward(
+            SparseConfig(
+                d_model=1024,
+                d_ff=2816,
+                num_experts=32,
+                num_selected_experts=2,
+                gated=True,
+                group_size=8192,
+                router_options={"second_expert_policy": "all"},
+                capacity_factor=None,
+            )
+        )
+    with FakeTensorMode():
+        layer = to_fake(layer)
+        x = torch.randn(1, 8192, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for most, report in ((90, False), (165, True)):  # see docs/guides/speed.md
+            with NoSynchronisation(), Launches(DEVICE) as launches:
+                y, output = layer(x, report=report)
+                ends = [y]
+                if report:
+                    ends += [output.losses.load_balance_loss, output.losses.router_z_loss]
+                cotangents = [torch.empty_like(end) for end in ends]
+                torch.autograd.grad(ends, [x, *layer.parameters()], cotangents)
+            sys.stdout.write(launches.table())
+            assert launches.kernels.total() <= most
+
+
 def run_training_steps() -> None:
     """Runs updates of a model with every optimizer of ours, in float32 under autocast.
 
@@ -104,15 +137,16 @@ def run_training_steps() -> None:
     for name in sorted({*OPTIMIZERS.names()} - {"adamw"}):
         _update(name)
     _update("adafactor", micro_batch_size=2, activation_checkpointing=True)
+    _update("adafactor", {"capacity_factor": None})
 
 
-def _update(optimizer_name: str, **training: Any) -> None:
+def _update(optimizer_name: str, fields: dict[str, Any] | None = None, **training: Any) -> None:
     optim = OptimRecipe(optimizer=optimizer_name)
     recipe = Recipe(
         optim=optim,
         training=TrainingRecipe(steps=5, batch_size=4, precision="bfloat16", **training),
     )
-    model = tiny_model(**SIZES, group_size=13).train()
+    model = tiny_model(**SIZES, group_size=13, **(fields or {})).train()
     if recipe.training.activation_checkpointing:
         model = checkpointed(model)
 
@@ -128,6 +162,27 @@ def _update(optimizer_name: str, **training: Any) -> None:
         with NoSynchronisation():
             metrics = train_step(model, optimizer, recipe, batch, 1)
     assert metrics.loss.device.type == DEVICE
+
+
+def run_captured_step() -> None:
+    """Runs what a CUDA graph of a training step holds: without capacity, AdamW's count on the device."""
+    model = tiny_model(**SIZES, capacity_factor=None).train()
+    with FakeTensorMode():
+        model = to_fake(model, None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+        batch = fake_batch()
+
+        def step() -> None:
+            with torch.autocast(DEVICE, torch.bfloat16):
+                loss = model(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        step()  # a warm-up, which allocates state and gradients
+        with NoSynchronisation():
+            step()
 
 
 @torch.no_grad()
@@ -153,7 +208,9 @@ def run_decoding() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "layers": run_layers,
+    "launches": run_launches,
     "training_steps": run_training_steps,
+    "captured_step": run_captured_step,
     "decoding": run_decoding,
 }
 

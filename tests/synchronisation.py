@@ -1,4 +1,5 @@
-"""A mode in which every operation fails for which a host would wait for a GPU.
+"""A mode in which every operation fails for which a host would wait for a GPU, or that a CUDA graph
+cannot capture.
 
 It sees operations below autograd, so forward and backward alike; tests/on_fake_gpu.py runs layers
 and models under it, on tensors that no CPU has.
@@ -13,21 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 # Their results, or the shapes of these, must be known on the host.
 WAITING = {
-    "_local_scalar_dense",
-    "_unique",
-    "_unique2",
-    "argwhere",
-    "bincount",
-    "equal",
-    "histc",
-    "is_nonzero",
-    "item",
-    "masked_select",
-    "nonzero",
-    "nonzero_numpy",
-    "repeat_interleave",
-    "unique_consecutive",
-    "unique_dim",
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.cudagraph_unsafe,
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 COPIES = {"_to_copy", "copy", "copy_"}
@@ -38,18 +27,17 @@ class WaitsError(AssertionError):
 
 
 class NoSynchronisation(TorchDispatchMode):
-    """Refuses operations of `WAITING`, indices of bools, and copies between host and device."""
+    """Refuses operations with a tag of `WAITING`, indices of bools, and copies between host and device."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        if name in WAITING and kwargs.get("output_size") is None:
-            raise WaitsError(f"{function} waits for the device")
-
-        if name in INDEXING:
+        if name in INDEXING:  # which have a tag for the indices of bools that they may have
             for index in tensors_of(args[1]):
                 if index.dtype in (torch.bool, torch.uint8):
                     raise WaitsError(f"{function} counts the True of its index")
+        elif WAITING & {*function.tags} and kwargs.get("output_size") is None:
+            raise WaitsError(f"{function} waits for the device")
 
         result = function(*args, **kwargs)
         devices = {tensor.device.type for tensor in tensors_of((args, result))}

@@ -43,7 +43,7 @@ CODE_LINES = {
     "eval": 6520,
     "scripts": 1056,
     "benchmarks": 2314,
-    "tests": 33968,
+    "tests": 34072,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

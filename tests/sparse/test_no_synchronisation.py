@@ -36,6 +36,13 @@ def test_no_host_waits_for_a_device():
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
+def test_a_layer_launches_few_kernels_and_a_cuda_graph_can_hold_a_training_step():
+    """Counted offline; see tests/launches.py."""
+    ended = run_command("tests.on_fake_gpu", "launches", "captured_step")
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize(
     "wait",
     [
