@@ -50,15 +50,12 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        outputs = list(tensors_of(result))
-        is_elsewhere = all(x.device.type != self._device for x in outputs)
-        if function.namespace == "prim" or function.is_view or name in NO_KERNEL:
-            return result
-        if outputs and is_elsewhere:
+        on_host = all(x.device.type != self._device for x in tensors_of((args, result)))
+        if on_host or function.namespace == "prim" or function.is_view or name in NO_KERNEL:
             return result
 
         # A sum in another dtype converts its input first.
-        converts = name == "sum" and outputs[0].dtype != args[0].dtype
+        converts = name == "sum" and result.dtype != args[0].dtype
         self.kernels[_place(), name] += KERNELS.get(name, 1) + converts
         return result
 
