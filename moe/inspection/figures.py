@@ -11,6 +11,7 @@ _CELL = (8.0, 13.0)  # width and height, in the units of the figure
 _LETTER = 5.4  # width of a letter of a name
 _GROUP_GAP = 4.0
 _NUMBER_WIDTH = 18.0
+_RIGHT = 'text-anchor="end"'
 _FAINT = 0.01  # share of an expert's tokens below which a cell has no colour
 
 
@@ -45,12 +46,8 @@ def draw_experts_by_domain(
     group_start = 0.0
     for number, (name, group) in enumerate(zip(names, groups, strict=True)):
         middle = y + 0.75 * height
-        parts.append(
-            f'<text x="{left - 5:.1f}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>'
-        )
-        parts.append(
-            f'<text x="{groups_start - 7:.1f}" y="{middle:.1f}" text-anchor="end">{numbers[number]}</text>'
-        )
+        parts.append(_text(left - 5, middle, name, _RIGHT))
+        parts.append(_text(groups_start - 7, middle, str(numbers[number]), _RIGHT))
         for column, expert in enumerate(order):
             share = shares[expert][number]
             colour = f'fill="{_ORANGE}" fill-opacity="{share**0.7:.2f}"'
@@ -64,20 +61,20 @@ def draw_experts_by_domain(
 
         # The name of a group is beside the middle of its rows.
         if number + 1 == len(names) or groups[number + 1] != group:
-            middle = (group_start + y) / 2 + 3
-            label = (
-                f'<text x="{groups_start:.1f}" y="{middle:.1f}" class="soft">{escape(group)}</text>'
-            )
-            parts.append(label)
+            parts.append(_text(groups_start, (group_start + y) / 2 + 3, group, 'class="soft"'))
             y += _GROUP_GAP
             group_start = y
 
     for column, expert in enumerate(order):
         x = left + width * (column + 0.72)
-        place = f'transform="translate({x:.1f} {y + 2:.1f}) rotate(-90)" text-anchor="end"'
+        place = f'transform="translate({x:.1f} {y + 2:.1f}) rotate(-90)" {_RIGHT}'
         parts.append(f'<text {place} font-size="7.5">{expert + 1}</text>')
     box = f"0 0 {cells_end + right:.0f} {y + 16:.0f}"
     style = 'font-family="sans-serif" font-size="10.5" fill="currentColor"'
     label = 'role="img" aria-label="Experts by kind of text"'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" {style} {label}>'
     return "\n".join([svg, *parts, "</svg>"])
+
+
+def _text(x: float, y: float, content: str, style: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(content)}</text>'

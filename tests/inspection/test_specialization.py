@@ -8,14 +8,10 @@ import torch
 from sklearn.metrics import mutual_info_score
 
 from moe import DataError
+from moe.inspection.page.report_text import experts_of_most, shared_load
 from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.permutations import DocumentShuffle
-from moe.inspection.statistics.specialization import (
-    class_p_values,
-    class_table,
-    experts_of_most,
-    shared_load,
-)
+from moe.inspection.statistics.specialization import class_p_values, class_table
 from moe.inspection.statistics.token_classes import TokenClasses
 from tests.inspection.by_hand import a_layer, a_stack, renamed
 

@@ -55,30 +55,26 @@ class Unchanged(NamedTuple):
 @torch.inference_mode()
 def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
     """Returns the outputs of a model in evaluation mode on a batch."""
-    before: dict[LayerKey, Any] = {}
+    outputs: dict[Any, Any] = {}
     plans: dict[LayerKey, DispatchPlan] = {}
 
     def keep_plan(key: LayerKey, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
         plans[key] = plan
         return plan
 
-    def keep_before(key: LayerKey, block: nn.Module, args: object, output: object) -> None:
-        before[key] = output
-
-    encoder_outputs: list[Any] = []
-
-    def keep_encoded(encoder: nn.Module, args: object, output: object) -> None:
-        encoder_outputs.append(output)
+    def keep_output(key: LayerKey | str, part: nn.Module, args: object, output: object) -> None:
+        outputs[key] = output
 
     # Starting points of later passes: outputs of the encoder, and of the blocks before sparse ones.
     layers = sparse_layers(model)
     edits: dict[LayerKey, PlanEdit] = {key: partial(keep_plan, key) for key in layers}
     with ExitStack() as contexts:
         contexts.enter_context(edit_routing(model, edits))
-        contexts.enter_context(model.get_encoder().register_forward_hook(keep_encoded))
+        encoder = model.get_encoder()
+        contexts.enter_context(encoder.register_forward_hook(partial(keep_output, "encoder")))
         for key in layers:
             for block in _blocks_before(model, key)[-1:]:
-                contexts.enter_context(block.register_forward_hook(partial(keep_before, key)))
+                contexts.enter_context(block.register_forward_hook(partial(keep_output, key)))
         output = model(**batch, use_cache=False)
 
     return Unchanged(
@@ -86,8 +82,8 @@ def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
         losses=target_losses(output.logits, batch["labels"]),
         is_right=right_answers(output, batch).cpu(),
         plans=plans,
-        encoder_outputs=encoder_outputs[0],
-        before=before,
+        encoder_outputs=outputs.pop("encoder"),
+        before=outputs,
     )
 
 

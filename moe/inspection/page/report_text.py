@@ -6,12 +6,7 @@ import torch
 
 from moe.data.names import describe_languages
 from moe.inspection.statistics.contingency import mutual_information
-from moe.inspection.statistics.specialization import (
-    ClassTable,
-    class_table,
-    experts_of_most,
-    shared_load,
-)
+from moe.inspection.statistics.specialization import ClassTable, class_table
 from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
 from moe.models.card import describe_capacity, experts_range
 from moe.models.configuration import STMoEConfig
@@ -52,6 +47,22 @@ def expert_shares(table: ClassTable) -> torch.Tensor:
     return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
 
 
+def experts_of_most(table: ClassTable, most: float = 0.9) -> torch.Tensor:
+    """Returns <int64>[C]: the fewest experts that `most` of a class's tokens go to; 0 without tokens."""
+    descending = table.share.sort(dim=1, descending=True).values  # [C, E]
+    before = descending.cumsum(dim=1) - descending
+    return (before < most - 1e-9).sum(dim=1)
+
+
+def shared_load(table: ClassTable) -> float:
+    """Returns the share of load that all classes have in common: 1 if they use experts alike.
+
+    It is the sum over experts of the smallest share of a class with tokens. Few tokens make it too
+    small.
+    """
+    return float(table.share[table.tokens > 0].amin(dim=0).sum())
+
+
 def domain_sentences(tables: Sequence[ClassTable]) -> list[str]:
     """Returns for each layer how few experts serve a kind of text, what all kinds share and which
     kind the most specialized expert serves; and how much experts tell about kinds.
@@ -70,14 +81,12 @@ def domain_sentences(tables: Sequence[ClassTable]) -> list[str]:
         where = layer_name(table.layer)
         numbers = experts_of_most(table)  # [C]
         fewest, most = int(numbers.argmin()), int(numbers.argmax())
-        sentences.append(
+        sentences += [
             f"{numbers.median()} of {len(tokens)} experts of {where} carry 90 % of the tokens of a kind "
             f"(median; {numbers[fewest]} of {table.names[fewest]}, {numbers[most]} of {table.names[most]}); "
-            f"all kinds share {100 * shared_load(table):.0f} % of the load."
-        )
-        sentences.append(
-            f"Expert {expert + 1} of {where}: {100 * best[expert]:.0f} % of its tokens are {name}."
-        )
+            f"all kinds share {100 * shared_load(table):.0f} % of the load.",
+            f"Expert {expert + 1} of {where}: {100 * best[expert]:.0f} % of its tokens are {name}.",
+        ]
         amounts.append(f"{float(mutual_information(table.counts)):.2f} in {where}")
     of_kinds = tables[0].tokens.double()
     entropy = float(torch.special.entr(of_kinds / of_kinds.sum()).sum())

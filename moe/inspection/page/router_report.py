@@ -14,7 +14,6 @@ from moe.files import write_text
 from moe.inspection.figures import draw_experts_by_domain
 from moe.inspection.html_page import render_page
 from moe.inspection.page import report_text
-from moe.inspection.statistics.specialization import experts_of_most
 from moe.inspection.tables import (
     HEALTH_HEADER,
     MIN_OCCURRENCES,
@@ -58,7 +57,7 @@ def write_report(
     if len(trace.facts.domains) > 1:
         tables, groups = report_text.tables_by_domain(trace)
         shares = report_text.expert_shares(tables[-1]).tolist()
-        numbers = experts_of_most(tables[-1]).tolist()
+        numbers = report_text.experts_of_most(tables[-1]).tolist()
         experts = draw_experts_by_domain(shares, tables[-1].names, numbers, groups)
         expert_sentences = report_text.domain_sentences(tables)
     panels = ["routers", "tokens", "source"]

@@ -86,22 +86,6 @@ def class_table(layer: LayerTrace, classes: TokenClasses) -> ClassTable:
     )
 
 
-def experts_of_most(table: ClassTable, most: float = 0.9) -> Tensor:
-    """Returns <int64>[C]: the fewest experts that `most` of a class's tokens go to; 0 without tokens."""
-    descending = table.share.sort(dim=1, descending=True).values  # [C, E]
-    before = descending.cumsum(dim=1) - descending
-    return (before < most - 1e-9).sum(dim=1)
-
-
-def shared_load(table: ClassTable) -> float:
-    """Returns the share of load that all classes have in common: 1 if they use experts alike.
-
-    It is the sum over experts of the smallest share of a class with tokens. Few tokens make it too
-    small.
-    """
-    return float(table.share[table.tokens > 0].amin(dim=0).sum())
-
-
 def one_hot_first(layer: LayerTrace) -> Tensor:
     """Returns <float64>[N, E]: 1 for the first choice of each token."""
     one_hot = F.one_hot(layer.first.long() + 1, layer.facts.num_experts + 1)  # -1 is no choice
