@@ -86,19 +86,18 @@ def check_prefixes(config: Any) -> None:
         return
     expected = 'a list such as [{"prefix": "mk:", "token_ids": [12, 7], "num_experts": 8}], or null'
     check(len(records) > 0, "prefix_experts", records, expected)
-    is_sparse = config.num_experts > 0
-    check(is_sparse, "num_experts", config.num_experts, "at least 1 beside prefix_experts")
+    check_integer("num_experts", config.num_experts, least=1, reason="there are prefix_experts")
     for number, record in enumerate(records):
-        is_record = set(record) == {"prefix", "token_ids", "num_experts"}
-        check(is_record, f"prefix_experts[{number}]", record, expected)
+        name = f"prefix_experts[{number}]"
+        check(set(record) == {"prefix", "token_ids", "num_experts"}, name, record, expected)
         prefix, ids = record["prefix"], record["token_ids"]
         is_text = isinstance(prefix, str) and bool(prefix)
-        check(is_text, f"prefix of prefix_experts[{number}]", prefix, "a text such as mk:")
-        check_integer(f"num_experts of prefix_experts[{number}]", record["num_experts"], least=1)
+        check(is_text, f"prefix of {name}", prefix, "a text such as mk:")
+        check_integer(f"num_experts of {name}", record["num_experts"], least=1)
         are_ids = isinstance(ids, list) and len(ids) > 0
         are_ids = are_ids and all(is_kind(i, int) and 0 <= i < config.vocab_size for i in ids)
         expected_ids = f"a list of token ids below vocab_size, {config.vocab_size}"
-        check(are_ids, f"token_ids of prefix_experts[{number}]", ids, expected_ids)
+        check(are_ids, f"token_ids of {name}", ids, expected_ids)
 
     # A text would begin with both.
     for record, other in permutations(records, 2):

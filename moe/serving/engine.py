@@ -275,7 +275,7 @@ class Engine:
         self._slots = Slots(self.max_batch, device)
         # Inputs of the next step.  [N, 1]
         self._tokens = torch.zeros(0, 1, dtype=torch.long, device=device)
-        # Prefix of each row's text, if the model has experts of a prefix.  [N, 1]
+        # Prefix of each row's text, from 1, or 0.  [N, 1]
         self._prefixes = self._tokens
 
     def anywhere(self, here: bool) -> bool:
@@ -323,9 +323,8 @@ class Engine:
         self._slots.add(cache, lengths)
         last = torch.full((len(requests), 1), self._start[-1], device=logits.device)
         self._tokens = torch.cat([self._tokens, last])
-        prefixes = getattr(self._encoded, "prefix_numbers", None)
-        if prefixes is not None:
-            self._prefixes = torch.cat([self._prefixes, prefixes.amax(dim=1, keepdim=True)])
+        prefixes = self._encoded.get("prefix_numbers", torch.zeros_like(last))
+        self._prefixes = torch.cat([self._prefixes, prefixes.amax(dim=1, keepdim=True)])
         return logits
 
     def _prefill(
@@ -392,8 +391,7 @@ class Engine:
         """Returns an encoder output of which models read only the shape, since its keys are cached."""
         memory = self._encoded.last_hidden_state[:1, :1].expand(num_rows, length, -1)  # [N, M, D]
         cached = type(self._encoded)(last_hidden_state=memory)
-        if "prefix_numbers" in self._encoded:
-            cached.prefix_numbers = self._prefixes if self._rows else memory.new_zeros(1, 1).long()
+        cached.prefix_numbers = self._prefixes if self._rows else memory.new_zeros(1, 1).long()
         return cached
 
     def _take(self, logits: Tensor, first: int) -> list[Piece]:
@@ -456,8 +454,7 @@ class Engine:
                 order[row] = last
         self._rows = [self._rows[row] for row in order]
         self._tokens = self._tokens[order]
-        if self._prefixes.numel():
-            self._prefixes = self._prefixes[order]
+        self._prefixes = self._prefixes[order]
         self._slots.remove(rows[::-1])
 
     @torch.inference_mode()
