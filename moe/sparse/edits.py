@@ -116,8 +116,10 @@ def choose_again(
         plan: The plan of those scores; says whether there is a capacity.
         barred: <bool>[G, S, E] experts that a token cannot have.
     """
-    # The lowest finite logit, so that no difference is NaN.
+    # The lowest finite logit, so that no difference is NaN. Experts that have it already, e.g. those
+    # of other prefixes, stay unavailable.
     lowest = torch.finfo(scores.logits.dtype).min
+    barred = barred | (scores.logits == lowest)
     masked = router_scores(scores.logits.masked_fill(barred, lowest))
 
     # Choose again, with barred experts below all others, even with a bias. If too few experts are

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from moe import ConfigError, DataError
+from moe.sparse.editing import edit_routing
+from moe.sparse.edits import RerouteExperts
 from moe.sparse.examples import prefix_scores
 from tests.sparse.by_hand import layer_with_logits, tokens
 from tests.sparse.layers import DROPLESS, build_layer
@@ -76,6 +78,22 @@ def test_every_token_has_the_bits_of_a_layer_without_the_experts_that_it_may_not
         logits = output.router_logits.view(3, 13, -1)
         assert torch.equal(mixed[..., list(experts)] * here, logits * here)
     assert torch.equal(layer(x)[0], layer(x, prefix_numbers=0 * PREFIXES)[0])
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_rerouted_tokens_choose_no_expert_that_they_may_not_use(router):
+    """Where all base experts are barred, texts without a prefix have none."""
+    layer = layer_of(router=router, **DROPLESS)
+    x = tokens(3, 13, 7)
+    with edit_routing(layer, {("encoder", 0): RerouteExperts(*range(5))}):
+        y, output = layer(x, prefix_numbers=PREFIXES)
+    plan = output.plan
+    index, accepted = (part.view(3, 13, 2) for part in (plan.expert_index, plan.accepted))
+    allowed = is_allowed(PREFIXES)
+    allowed[..., :5] = False
+    assert allowed.gather(-1, index)[accepted].all()
+    assert torch.equal(accepted.any(dim=-1), PREFIXES > 0)
+    assert torch.equal(y.any(dim=-1), PREFIXES > 0) and y.isfinite().all()
 
 
 @pytest.mark.parametrize("training", [True, False])
