@@ -109,6 +109,19 @@ def test_the_size_of_a_pool_is_any_from_the_experts_of_a_token_to_all_equally_of
     assert ((shares[3:] - 1 / 5).abs() < 5 * (0.2 * 0.8 / 2003) ** 0.5).all()
 
 
+def test_pools_are_of_base_experts_and_a_text_has_those_of_its_prefix_in_addition():
+    torch.manual_seed(0)
+    layer = pools(10, prefix_experts=(2, 3), num_selected_experts=2, group_size=7)
+    numbers = torch.arange(2001)[:, None] % 3
+    output = layer(tokens(2001, 1, 10), prefix_numbers=numbers)[1]
+    usable = (output.router_logits > -1e30).view(2001, 10)
+    shares = torch.bincount(usable[:, :5].sum(dim=1), minlength=6) / 2001
+    assert not shares[:2].any()
+    assert ((shares[2:] - 1 / 4).abs() < 5 * (0.25 * 0.75 / 2001) ** 0.5).all()
+    assert torch.equal(usable[:, 5:7], (numbers == 1).expand(-1, 2))
+    assert torch.equal(usable[:, 7:], (numbers == 2).expand(-1, 3))
+
+
 def test_the_pool_of_one_example_depends_on_no_other_and_on_no_later_token():
     layer = pools()
     x = tokens(2, 13, 7)

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.sparse.examples import lowest_logit, of_first_token
@@ -19,7 +20,8 @@ class PoolsRouter(TokenChoiceRouter):
     Examples of one domain then share experts, and a model that is pruned to the experts of a domain
     keeps most of what it knows of it. The pool is the d experts that the first token finds
     likeliest; d is drawn for each example from K to E, since a model that is trained with one size
-    is worse with any other. Outside training there is no pool.
+    is worse with any other. Outside training there is no pool. Experts of a prefix are in no pool:
+    E counts the others, and a text with the prefix has its experts in addition.
 
     Source:
         EMO (arXiv:2605.06663) §3.2 and §3.3. Differs: the first token draws the pool instead of the
@@ -34,24 +36,16 @@ class PoolsRouter(TokenChoiceRouter):
         if not self.training:
             return scores
         assert inputs.starts is not None, "the layer finds them"
-        in_pool = self.draw_pools(scores.logits.detach(), inputs.starts)
-        logits = scores.logits.masked_fill(~in_pool, lowest_logit(scores.logits))
-        return router_scores(logits)
 
-    def draw_pools(self, logits: Tensor, starts: Tensor) -> Tensor:
-        """Returns which experts are in the pool of each token's example.
-
-        Args:
-            logits: <float32>[G, S, E] of all experts.
-            starts: <bool>[G, S] first tokens of examples.
-
-        Returns:
-            <bool>[G, S, E].
-        """
-        K, E = self.config.num_selected_experts, self.config.num_experts
-        d = torch.randint(K, E + 1, (*starts.shape, 1), device=logits.device)  # [G, S, 1]
-        least = logits.sort(dim=-1, descending=True).values.gather(-1, d - 1)  # [G, S, 1]
-        return of_first_token(logits >= least, starts)
+        # The pool of an example is the d base experts that its first token finds likeliest.
+        K, num_base = self.config.num_selected_experts, self.config.num_base_experts
+        logits = scores.logits
+        d = torch.randint(K, num_base + 1, (*inputs.starts.shape, 1), device=logits.device)
+        base = logits[..., :num_base].detach()
+        least = base.sort(dim=-1, descending=True).values.gather(-1, d - 1)  # [G, S, 1]
+        outside = of_first_token(base < least, inputs.starts)
+        outside = F.pad(outside, (0, self.config.num_experts - num_base))  # [G, S, E]
+        return router_scores(logits.masked_fill(outside, lowest_logit(logits)))
 
     def preference(self, scores: RouterScores) -> Tensor:
         """Returns logits in training, where probabilities in a pool may round to the 0 of other experts."""
