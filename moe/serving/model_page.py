@@ -163,11 +163,12 @@ def _router_settings(config: STMoEConfig, *, decoder: bool) -> dict[str, Any]:
         "expert_bias": (layer.expert_bias, ("none",)),
         "expert_quantization": (layer.expert_quantization, (None, {"bits": 8})),
     }
+    advice = "Distill a dense student." if layer.prefix_experts else "Use --format onnx."
     for name, (value, known) in supported.items():
         if value not in known:
             raise ConfigError(
                 f"A page cannot run a model whose {name} is {shown(value)}; expected "
-                f"{' or '.join(map(str, known))}. Use --format onnx."
+                f"{' or '.join(map(str, known))}. {advice}"
             )
     return {
         "num_selected": layer.num_selected_experts,

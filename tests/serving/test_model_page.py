@@ -188,6 +188,9 @@ def test_what_a_page_cannot_run_is_refused(tmp_path, tokenizer):
         page_of(tmp_path / "bias", tokenizer, expert_bias="additive")
     with pytest.raises(ConfigError, match="num_shared_experts is 1; expected 0"):
         page_of(tmp_path / "shared", tokenizer, num_shared_experts=1)
+    prefix = {"prefix": "mk:", "token_ids": [12, 7], "num_experts": 2}
+    with pytest.raises(ConfigError, match=r"prefix_experts is \(2,\); .* Distill a dense student"):
+        page_of(tmp_path / "prefix", tokenizer, prefix_experts=[prefix])
     with pytest.raises(ConfigError, match="a tokenizer of the kind WordLevel"):
         page_of(tmp_path / "words", word_tokenizer(), **DENSE)
     assert not list(tmp_path.glob("*/*.html"))
