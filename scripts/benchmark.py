@@ -131,7 +131,7 @@ def benchmark_layer(options: dict[str, Any]) -> None:
 
 
 def with_case(options: dict[str, Any], case: ModelCase) -> dict[str, Any]:
-    """Returns options with sizes of a model, in place of those that are options."""
+    """Returns options for a benchmark of one model: its sizes, as `case`, replace `sparse_layers`."""
     case = dataclasses.replace(case, sparse_layers=options.pop("sparse_layers"))
     return {**options, "case": case}
 
