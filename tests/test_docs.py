@@ -15,6 +15,7 @@ import yaml
 
 import moe
 import stmoe
+from moe import STMoEConfig
 from moe.cli import Parser
 from moe.data.tokenizer import train_tokenizer
 from moe.hosts.all_hosts import HOSTS
@@ -61,6 +62,14 @@ def commands(page, section=""):
     """Returns the commands of the bash blocks, each as a list of words."""
     lines = "".join(blocks(page, "bash", section)).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run_commands(page, section="", **more):
+    """Runs the commands of the bash blocks, with more options of the verbs that are named."""
+    for words in commands(page, section):
+        name, arguments = (words[0], words[1:]) if words[0] == "stmoe" else (words[2], words[3:])
+        options = shlex.split(more.get(words[1], ""))
+        importlib.import_module(name).main([*arguments, *options])
 
 
 def with_blocks(language):
@@ -257,17 +266,30 @@ def test_own_pairs_of_the_start_page_are_trained_on_scored_and_compared(
     section = "3. Fine-tune it on your own pairs"
     for block in blocks(page, "python", section):
         exec(compile(block, page.name, "exec"), {})
-    for words in commands(page, section):
-        name, arguments = (words[0], words[1:]) if words[0] == "stmoe" else (words[2], words[3:])
-        if words[1] == "finetune":
-            arguments += ["--training.steps", "60", "--optim.cooldown_steps", "30"]
-        importlib.import_module(name).main(arguments)
+    run_commands(page, section, finetune="--training.steps 60 --optim.cooldown_steps 30")
 
     printed = capsys.readouterr().out
     assert "Dev scores: 30 of 30 pairs" in printed
     assert "pairs_labels by generate, accuracy: tuned " in printed
     for folder in ("my_pairs/best/model", "my_pairs/model", "my_eval", "my_comparison"):
         assert (workspace / "runs" / folder).is_dir()
+
+
+@pytest.mark.slow
+def test_languages_are_carved_added_and_joined_as_their_page_says(tmp_path, monkeypatch):
+    """Every command as written, with two steps of training and a few examples."""
+    monkeypatch.chdir(tmp_path)
+    steps = "--training.steps 2 --training.evaluate_every 2 --training.held_out_batches 1"
+    rates = "--optim.warmup_steps 1 --optim.cooldown_steps 0 --training.batch_size 8"
+    few = "--examples 8"
+    page = DOCS / "guides/languages.md"
+    run_commands(page, finetune=f"{steps} {rates}", prune=few, upcycle=few, eval="--limit 3")
+
+    assert STMoEConfig.from_pretrained("runs/names_el").num_experts == 8
+    records = STMoEConfig.from_pretrained("runs/names_joined").prefix_experts
+    assert [record["prefix"] for record in records or ()] == ["mk:", "az:"]
+    texts = ["el: New Zealand", "New Zealand", "uk: Ivory Coast"]
+    assert moe.load("runs/names_joined")(texts) == moe.load("runs/names_model/model")(texts)
 
 
 # ---------------------------------------------------------------------------
