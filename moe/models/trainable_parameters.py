@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from moe.checks import check
 from moe.errors import ConfigError, did_you_mean
 from moe.kernels.quantized_weight import FIXED
 from moe.models.parallelize import rule_names
@@ -69,9 +70,8 @@ class Selection(NamedTuple):
         width = len(f"{max(self.total.values()):,}")
         for kind, count in self.total.items():
             trainable = self.trainable[kind]
-            state = "trains" if trainable else "frozen"
-            if 0 < trainable < count:
-                state = f"{trainable:,} of them train"
+            states = {0: "frozen", count: "trains"}
+            state = states.get(trainable, f"{trainable:,} of them train")
             lines.append(f"  {kind:<9} {count:>{width},}  {state}")
         return "\n".join(lines)
 
@@ -102,8 +102,8 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         subset: One of the names above.
 
     Raises:
-        ConfigError: When there is no such subset, it would train no parameters, or it would
-            train quantized experts.
+        ConfigError: When there is no such subset, it would train no parameters or quantized experts,
+            or the model of `new_experts` is on a mesh.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms,
@@ -137,9 +137,9 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     num_new = _num_new_experts(model) if subset == "new_experts" else 0
 
     # Count while freezing. Of stacks and gates with new experts only the last rows train.
-    for hook in _ROW_HOOKS.pop(model, []):
-        hook.remove()
-    hooks: list[RemovableHandle] = []
+    hooks = _ROW_HOOKS.setdefault(model, [])
+    while hooks:
+        hooks.pop().remove()
     total = Counter[str]()
     trainable = Counter[str]()
     for name, parameter in model.named_parameters():
@@ -151,7 +151,6 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         if trains and num_new:
             zero = partial(_zero_gradient, len(parameter) - num_new)
             hooks.append(parameter.register_post_accumulate_grad_hook(zero))
-    _ROW_HOOKS[model] = hooks
     return Selection(subset, dict(trainable), dict(total))
 
 
@@ -159,14 +158,15 @@ def _num_new_experts(model: STMoEPreTrainedModel) -> int:
     """Returns the number of experts of the last prefix, which are the last of each sparse layer.
 
     Raises:
-        ConfigError: When the model has no experts of a prefix.
+        ConfigError: When the model has no experts of a prefix, or is on a mesh.
     """
+    mesh = model.mesh_config
+    check(mesh is None, "The mesh of the model", mesh, "none: a single process trains new_experts")
     counts = model.config.prefix_counts()
-    if not counts:
-        raise ConfigError(
-            "The subset 'new_experts' holds the experts of the last prefix, and this model has none. Add them first: "
-            "stmoe upcycle --from MODEL --to LARGER --experts 40 --prefix mk:"
-        )
+    expected = (
+        "experts that train: stmoe upcycle --from MODEL --to LARGER --experts 40 --prefix mk:"
+    )
+    check(bool(counts), "prefix_experts", model.config.prefix_experts, expected)
     return counts[-1]
 
 

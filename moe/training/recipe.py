@@ -439,17 +439,14 @@ class FinetuneRecipe(Recipe):
 
         adapts = self.parameters == "lora"
         check(adapts or self.lora == LoraRecipe(), "lora", self.lora, "parameters lora with it")
-        check(not adapts or self.init == "pretrained", "init", self.init, "pretrained, for lora")
-        if self.parameters == "new_experts":
-            self._check_new_experts()
+        if self.parameters in ("lora", "new_experts"):
+            expected = f"pretrained, for {self.parameters}"
+            check(self.init == "pretrained", "init", self.init, expected)
 
-    def _check_new_experts(self) -> None:
-        """Raises a ConfigError for a setting with which the other experts would change, too."""
-        settings = {
-            "init": (self.init, "pretrained"),
-            "optimizer_state": (self.optimizer_state, "reset"),
-            "optim.weight_decay": (self.optim.weight_decay, 0.0),
-            "The number of ranks of the mesh": (self.mesh.num_ranks, 1),
-        }
-        for name, (value, needed) in settings.items():
-            check(value == needed, name, value, f"{needed}, for parameters new_experts")
+        # Without these, the other experts would change, too.
+        if self.parameters == "new_experts":
+            check(state == "reset", "optimizer_state", state, "reset, for new_experts")
+            decay = self.optim.weight_decay
+            check(decay == 0, "optim.weight_decay", decay, "0, for new_experts")
+            num_ranks = self.mesh.num_ranks
+            check(num_ranks == 1, "The ranks of the mesh", num_ranks, "1, for new_experts")

@@ -261,7 +261,7 @@ def test_what_cannot_get_experts_of_a_prefix_is_one_line(folder, tmp_path, sourc
         ({"optim": OptimRecipe(optimizer="adamw", weight_decay=0.1)}, "optim.weight_decay is 0.1"),
         ({"optimizer_state": "keep"}, "optimizer_state is 'keep'; expected reset"),
         ({"init": "scratch"}, "init is 'scratch'; expected pretrained"),
-        ({"mesh": MeshConfig(dp_shard=2)}, "ranks of the mesh is 2; expected 1"),
+        ({"mesh": MeshConfig(dp_shard=2)}, "The ranks of the mesh is 2; expected 1"),
     ],
 )
 def test_settings_with_which_other_experts_would_change_are_refused(settings, message):
@@ -269,6 +269,10 @@ def test_settings_with_which_other_experts_would_change_are_refused(settings, me
         FinetuneRecipe(parameters="new_experts", **settings)
 
 
-def test_a_model_without_experts_of_a_prefix_has_no_new_ones():
-    with pytest.raises(ConfigError, match="this model has none"):
+def test_new_experts_need_a_model_that_has_some_and_is_whole():
+    with pytest.raises(ConfigError, match=r"^prefix_experts is None; expected experts that train"):
         select_parameters(tiny_model(), "new_experts")
+    model = add_prefixes(parent_model(), [MK])
+    model.mesh_config = MeshConfig(dp_shard=2)  # as `shard_model` leaves it
+    with pytest.raises(ConfigError, match=r"^The mesh of the model is .*; expected none"):
+        select_parameters(model, "new_experts")
