@@ -21,9 +21,7 @@ _HEADER = ["parent", "prefixes", f"SHA-256 of its {SUMS_FILE}"]
 
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = Parser(
-        prog="stmoe join", description="Joins the experts of prefixes of several models."
-    )
+    parser = Parser(prog="stmoe join", description="Joins models with experts of prefixes.")
     parser.add_argument(
         "--from",
         dest="sources",
@@ -56,8 +54,6 @@ def main(argv: list[str]) -> None:
             folder,
             command=shlex.join(["stmoe join", *argv]),
             sources=sources,
-            text="",
-            effects=None,
             tables=[ReportTable(_HEADER, rows)],
             start=start,
         )

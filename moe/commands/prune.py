@@ -87,12 +87,12 @@ def removed_rows(chosen: ChosenExperts) -> list[list[str]]:
     """Returns for each layer how many experts stay, and the others or those, numbered from 1, with their scores."""
     rows = []
     for key, scores in chosen.scores.items():
-        rated = set(range(scores.numel()))  # all but experts of prefixes
-        kept = sorted(rated & set(chosen.kept[key].tolist()))
-        removed = sorted(rated - set(kept))
+        num_rated = scores.numel()  # all but experts of prefixes
+        kept = [expert for expert in chosen.kept[key].tolist() if expert < num_rated]
+        removed = sorted(set(range(num_rated)) - set(kept))
         shown = min(removed, kept, key=len)
         experts = ", ".join(f"{expert + 1} ({scores[expert]:.3g})" for expert in shown) or "none"
         if shown is kept:
             experts = f"all but {experts}"
-        rows.append([layer_name(key), f"{len(kept)} of {scores.numel()}", experts])
+        rows.append([layer_name(key), f"{len(kept)} of {num_rated}", experts])
     return rows

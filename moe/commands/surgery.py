@@ -23,7 +23,7 @@ from moe.commands.routing_inputs import (
 )
 from moe.commands.served_model import add_mmap_option
 from moe.commands.surgery_report import SurgeryResult, compare, measure, write_report
-from moe.convert.formats import find_tokenizer_files
+from moe.convert.formats import find_tokenizer
 from moe.convert.t5x import is_t5x
 from moe.errors import ConfigError
 from moe.files import whole_folder
@@ -48,15 +48,8 @@ def add_surgery_options(parser: Parser, what: str) -> None:
 
 def load_source(options: Namespace) -> InspectedModel:
     """Returns the model before, with its tokenizer."""
-    tokenizer = tokenizer_folder(options.source)
     model = load_model(options.source, mmap=options.mmap)
-    return with_tokenizer(tokenizer, model, options.source)
-
-
-def tokenizer_folder(source: str) -> Path:
-    """Returns the folder of a model's tokenizer; for the hub's, that of the files on this machine."""
-    files = find_tokenizer_files(source, {}).values()
-    return next((path.parent for path in files), Path(source))
+    return with_tokenizer(find_tokenizer(options.source), model, options.source)
 
 
 def perform_surgery(

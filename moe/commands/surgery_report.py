@@ -142,10 +142,10 @@ def write_report(
     *,
     command: str,
     sources: Sequence[Path | str],
-    text: str,
-    effects: Effects | None,
-    tables: Sequence[ReportTable] = (),
     start: float,
+    text: str = "",
+    effects: Effects | None = None,
+    tables: Sequence[ReportTable] = (),
 ) -> str:
     """Writes surgery.json and the model card of a changed model, and returns the tables for a terminal.
 
@@ -153,10 +153,10 @@ def write_report(
         folder: The model after.
         command: The command line.
         sources: Folder or hub name of each model before.
+        start: When the command started, by `time.perf_counter`.
         text: Evaluation data of both models; empty for none.
         effects: Changes on that data; None without.
         tables: Tables of the command itself.
-        start: When the command started, by `time.perf_counter`.
     """
     sizes = _sizes(sources, folder)
     seconds = time.perf_counter() - start

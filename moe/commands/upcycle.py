@@ -7,8 +7,8 @@ The experts of a sparse model get twins, or are cut into parts:
 
     stmoe upcycle --from runs/trained/model --to runs/larger --experts 16 --granularity 2
 
-Texts that begin with a prefix get experts of their own, which no other text uses: copies of those that the pairs use
-most. Only they are trained then:
+It gets experts that only texts with a certain prefix may use. They start as copies of the experts that such pairs use
+most, and fine-tuning can train them alone:
 
     stmoe upcycle --from runs/trained/model --to runs/larger --experts 40 --prefix "mk:" --pairs mk.jsonl
     stmoe finetune --pretrained runs/larger --parameters new_experts --train mk.jsonl --out runs/mk
@@ -23,19 +23,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from moe.checkpoint.loading import empty_model
 from moe.cli import Parser, integer
-from moe.commands.surgery import add_surgery_options, load_source, perform_surgery, tokenizer_folder
+from moe.commands.surgery import add_surgery_options, load_source, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
+from moe.convert.formats import find_tokenizer
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError, MoEError
 from moe.hosts.all_hosts import find_host
 from moe.hosts.upcycle import upcycle_host_folder
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, OUR_MODEL_TYPE
 from moe.models.configuration import STMoEConfig
-from moe.sparse.editing import LayerKey, sparse_layers
+from moe.sparse.editing import sparse_layers
 from moe.surgery import prefix_experts
 from moe.surgery.add_experts import AddedExperts, add_experts
 from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
@@ -73,10 +73,7 @@ def build_parser() -> Parser:
         default=1,
         help="parts that each expert is cut into; a token uses as many times more experts (1)",
     )
-    parser.add_argument(
-        "--prefix",
-        help="adds experts to a sparse model, up to --experts, that only texts with this beginning use, e.g. mk:",
-    )
+    parser.add_argument("--prefix", help="adds experts for texts that begin with this, e.g. mk:")
     return parser
 
 
@@ -147,29 +144,26 @@ def _add_prefix_experts(argv: list[str], options: Namespace, sparse: STMoEConfig
             f"--prefix adds experts to a sparse model of ours, and {options.source} is none. Make a dense one sparse "
             "first: stmoe upcycle --from MODEL --to SPARSE"
         )
-    others = (options.selected, options.layers)
-    if options.experts is None or options.granularity > 1 or others != (None, None):
+    others = (options.granularity, options.selected, options.layers)
+    if options.experts is None or others != (1, None, None):
         raise ConfigError(
             f"--prefix {options.prefix} goes with --experts alone: the experts of a layer after the addition. Leave "
             "--granularity, --selected and --layers out."
         )
-    tokenizer = load_tokenizer(tokenizer_folder(options.source))
+    tokenizer = load_tokenizer(find_tokenizer(options.source))
     token_ids = prefix_experts.prefix_token_ids(tokenizer, options.prefix)
     config = prefix_experts.prefix_config(sparse, options.prefix, token_ids, options.experts)
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Writes the larger model."""
-        copied: dict[LayerKey, Tensor] = {}
+        copied = {}
         if batches:
-            model = load_source(options).model
-            copied = prefix_experts.used_experts(
-                model, [each.batch for each in batches], config.prefix_counts()[-1]
-            )
-            del model
+            inputs = [each.batch for each in batches]
+            num_new = config.prefix_counts()[-1]
+            copied = prefix_experts.used_experts(load_source(options).model, inputs, num_new)
         prefix_experts.add_prefix_experts(options.source, folder, config, copied)
-        rows = [
-            [record["prefix"], str(record["num_experts"])] for record in config.prefix_experts or ()
-        ]
+        records = config.prefix_experts or ()
+        rows = [[record["prefix"], str(record["num_experts"])] for record in records]
         return SurgeryResult(tables=[ReportTable(["prefix", "experts of each layer"], rows)])
 
     perform_surgery("upcycle", argv, options, operate)

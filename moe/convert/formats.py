@@ -310,6 +310,12 @@ def find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> dic
     return files
 
 
+def find_tokenizer(source: Path | str) -> Path:
+    """Returns the folder of a model's tokenizer; for the hub's, that of the files on this machine."""
+    files = find_tokenizer_files(source, {}).values()
+    return next((path.parent for path in files), Path(source))
+
+
 def _float_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
     """Returns the dtype of the first floating-point weight."""
     for weight in weights.values():

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moe.checkpoint.loading import find_class, load_model
-from moe.convert.formats import find_tokenizer_files
+from moe.convert.formats import find_tokenizer
 from moe.data.language_codes import answer_settings, with_languages
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.mesh import Mesh
@@ -63,9 +63,8 @@ def load_with_tokenizer(
     """Returns a model and its tokenizer, which have these languages; see `load`."""
     source = find_model(source)
     check_reads_texts(find_class(source))
-    files = find_tokenizer_files(source, {}).values()
-    folder = next((path.parent for path in files), source)
-    tokenizer = with_languages(load_tokenizer(folder), source_language, target_language)
+    tokenizer = load_tokenizer(find_tokenizer(source))
+    tokenizer = with_languages(tokenizer, source_language, target_language)
     fastest = "cuda" if torch.cuda.is_available() else "cpu"
     options["device"] = options.get("device") or fastest
     model = load_model(source, dropless=True, **options)

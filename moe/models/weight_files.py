@@ -88,6 +88,7 @@ class LazyTensor:
     `[...]`. Iterating over the stacked weights of experts reads one expert at a time.
 
     Attributes:
+        read: Reads it; by default what `read_each` yields.
         read_quantized: Reads it as a QuantizedWeight; None for a weight that is stored as it is.
         read_each: Yields the tensors [...] along its first dimension; None for those of `read`.
     """
@@ -96,22 +97,18 @@ class LazyTensor:
         self,
         shape: Iterable[int],
         dtype: torch.dtype,
-        read: Callable[[], Tensor],
+        read: Callable[[], Tensor] | None = None,
         read_quantized: Callable[[], QuantizedWeight] | None = None,
         read_each: Callable[[], Iterator[Tensor]] | None = None,
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
-        self.read = read
+        self.read = read or self._stack
         self.read_quantized = read_quantized
         self.read_each = read_each
 
-    @classmethod
-    def of_rows(
-        cls, shape: Iterable[int], dtype: torch.dtype, read_each: Callable[[], Iterator[Tensor]]
-    ) -> "LazyTensor":
-        """Returns the tensor whose rows <any>[...] are read one at a time."""
-        return cls(shape, dtype, lambda: torch.stack(list(read_each())), read_each=read_each)
+    def _stack(self) -> Tensor:
+        return torch.stack(list(self))
 
     def is_floating_point(self) -> bool:
         """Returns whether its numbers are."""

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from moe.checks import shown
+from moe.checks import check, shown
 from moe.convert.formats import find_tokenizer_files, open_checkpoint, write_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint, empty_weights
 from moe.data.tokenizer import TOKENIZER_FILE
-from moe.errors import CheckpointError, ConfigError
+from moe.errors import CheckpointError
 from moe.models.checkpoint_formats import read_json_object
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor
@@ -57,19 +57,16 @@ def join(parents: Sequence[ConvertedCheckpoint]) -> ConvertedCheckpoint:
     """
     for parent in parents:
         parent.report.refuse_unexplained()
-        if not getattr(parent.config, "prefix_experts", None):  # hosts have none
-            raise ConfigError(
-                f"{parent.report.source} has no experts of a prefix that could be joined. Add some: stmoe upcycle "
-                "--prefix PREFIX"
-            )
+        own = getattr(parent.config, "prefix_experts", None)  # hosts have none
+        expected = "experts to join, which stmoe upcycle --prefix adds"
+        check(bool(own), f"prefix_experts of {parent.report.source}", own, expected)
 
     # The model they come from may have prefixes, too; a parent's last one is its own.
     records = [parent.config.prefix_experts for parent in parents]
-    shortest = min(records, key=len)
     num_shared = 0
-    while num_shared < len(shortest) - 1 and all(
-        of_parent[num_shared] == shortest[num_shared] for of_parent in records
-    ):
+    for at_same_place in zip(*[of_parent[:-1] for of_parent in records], strict=False):
+        if any(record != at_same_place[0] for record in at_same_place):
+            break
         num_shared += 1
     own_records = [of_parent[num_shared:] for of_parent in records]
 
@@ -128,7 +125,7 @@ def _joined(
             yield first
         yield from chain.from_iterable(rows)
 
-    return LazyTensor.of_rows(shape, stacks[0].dtype, read_each)
+    return LazyTensor(shape, stacks[0].dtype, read_each=read_each)
 
 
 def _refuse(source: Path | str, other: Path | str, what: str) -> NoReturn:

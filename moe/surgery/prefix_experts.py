@@ -18,7 +18,6 @@ from moe.checks import check, shown
 from moe.convert.formats import rewrite_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint
 from moe.data.pipeline import Batch
-from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.surgery.expert_statistics import expert_statistics
@@ -35,11 +34,8 @@ def prefix_token_ids(tokenizer: Any, prefix: str) -> list[int]:
     token_ids = tokenizer(prefix, add_special_tokens=False).input_ids
     text = f"{prefix.rstrip()} word"
     is_beginning = tokenizer(text).input_ids[: len(token_ids)] == token_ids
-    if not prefix.strip() or not is_beginning:
-        raise ConfigError(
-            f"A text such as {shown(text)} does not begin with the tokens of the prefix {shown(prefix)}. Choose a "
-            "prefix that is a whole word, e.g. with a colon at its end."
-        )
+    expected = f"a whole word, e.g. with a colon at its end: its tokens must begin {shown(text)}"
+    check(bool(prefix.strip()) and is_beginning, "The prefix", prefix, expected)
     return token_ids
 
 

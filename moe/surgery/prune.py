@@ -6,7 +6,6 @@ are copied; nothing is trained.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -297,8 +296,8 @@ def with_chosen_experts(
     Args:
         checkpoint: The other model.
         config: Config of the model.
-        chosen: <int64>[n] the expert of the other model that each expert is, by layer; layers not
-            named keep theirs. Experts may be chosen again after the last of them was.
+        chosen: <int64>[n] the expert of the other model that each expert is, by layer: ascending
+            ones, then copies of some of those. Layers not named keep theirs.
     """
     model = empty_model(config)
     keys = {id(layer): key for key, layer in sparse_layers(model).items()}
@@ -314,20 +313,21 @@ def with_chosen_experts(
 
 
 def _chosen_rows(weight: LazyTensor, numbers: Sequence[int]) -> LazyTensor:
-    """Returns the rows <any>[n, ...] of a weight with these numbers; only repeated ones are held in memory."""
-    repeated = {number for number, count in Counter(numbers).items() if count > 1}
+    """Returns the rows <any>[n, ...] of a weight with ascending numbers, then copies of some of those."""
+    distinct = set(numbers)
+    copied = numbers[len(distinct) :]
 
     def read_each() -> Iterator[Tensor]:
         held: dict[int, Tensor] = {}
-        rows = enumerate(weight)
-        for number in numbers:
-            while number not in held:
-                index, row = next(rows)
-                if index in repeated or index == number:
-                    held[index] = row
-            yield held[number] if number in repeated else held.pop(number)
+        for number, row in enumerate(weight):
+            if number in distinct:
+                yield row
+            if number in copied:
+                held[number] = row
+        for number in copied:
+            yield held[number]
 
-    return LazyTensor.of_rows((len(numbers), *weight.shape[1:]), weight.dtype, read_each)
+    return LazyTensor((len(numbers), *weight.shape[1:]), weight.dtype, read_each=read_each)
 
 
 def pruned_config(config: Any, kept: Mapping[LayerKey, Tensor]) -> Any:
