@@ -195,9 +195,11 @@ def write_report(
     if issubclass(model_class, SparseHost):
         card = host_card(model_class.__name__, sections)
     else:
-        names = [name for source in sources if (name := find_source_model(source))]
+        names: list[str] = []
+        for name in map(find_source_model, sources):
+            names += [name] if isinstance(name, str) else name or []
         config = STMoEConfig.from_pretrained(folder)
-        card = model_card(config, base_model=names or None, sections=sections)
+        card = model_card(config, base_model=list(dict.fromkeys(names)) or None, sections=sections)
     write_card(folder, card)
     write_sums(folder)
     return "\n\n".join(format_table(*table) for table in all_tables)

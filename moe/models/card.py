@@ -218,10 +218,10 @@ def read_card(path: Path) -> Any:
         return None
 
 
-def find_source_model(name_or_path: Path | str) -> str | None:
+def find_source_model(name_or_path: Path | str) -> str | list[str] | None:
     """Returns the name on the hub of the model that is being loaded.
 
-    It is the name itself, or the base model in a folder's card.
+    It is the name itself, or the base model in a folder's card; a joined model has several.
     """
     path = Path(name_or_path)
     if not path.exists():
@@ -230,7 +230,8 @@ def find_source_model(name_or_path: Path | str) -> str | None:
     # A folder has the name in its card.
     card = read_card(path / CARD_NAME)
     base_model = card.data.get("base_model") if card else None
-    return base_model if isinstance(base_model, str) else None
+    is_list = isinstance(base_model, list) and all(isinstance(name, str) for name in base_model)
+    return base_model if is_list or isinstance(base_model, str) else None
 
 
 def _seal(card: ModelCard) -> str:

@@ -154,12 +154,12 @@ class STMoEPreTrainedModel(PrivateModelHooks, StoredWeights, PreTrainedModel):
     """Loading, saving and initialisation shared by the models.
 
     Attributes:
-        source_model: Hub name of the model that this one was loaded from, or of the base model in
-            its folder's card.
+        source_model: Hub name of the model that this one was loaded from, or those of the base
+            models in its folder's card.
         mesh_config: Sizes of the mesh that `shard_model` has sharded it over; None for a whole model.
     """
 
-    source_model: str | None = None
+    source_model: str | list[str] | None = None
     mesh_config: MeshConfig | None = None
     config: STMoEConfig
     config_class = STMoEConfig

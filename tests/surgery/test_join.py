@@ -83,14 +83,22 @@ def test_parents_that_had_a_prefix_in_common_keep_it_once(tmp_path):
     common = add_prefixes(parent_model(), [MK])
     a = add_prefixes(common, [AZ], seed=2)
     b = add_prefixes(common, [SR], seed=3)
-    b.source_model = "who/names"
+    a.source_model, b.source_model = "me/names", "who/names"
     joined = join(save(tmp_path, a=a, b=b), tmp_path / "joined")
     assert joined.config.prefix_experts == [MK, AZ, SR]
     assert_same(joined, a, AZ, MK)
     assert_same(joined, b, SR, MK)
 
-    # The hub learns the model that they come from.
-    assert read_card(tmp_path / "joined/README.md").data.base_model == ["who/names"]
+    # The hub learns the models that they come from, each once, also of models made from the joined one.
+    both = ["me/names", "who/names"]
+    assert read_card(tmp_path / "joined/README.md").data.base_model == both
+    joined.save_pretrained(tmp_path / "again")
+    assert read_card(tmp_path / "again/README.md").data.base_model == both
+    c = add_prefixes(common, [{**SR, "prefix": "sl:", "token_ids": [6]}])
+    c.source_model = "who/names"
+    sources = [tmp_path / "again", *save(tmp_path, c=c)]
+    join(sources, tmp_path / "larger")
+    assert read_card(tmp_path / "larger/README.md").data.base_model == both
 
 
 # ---- what is refused ----
