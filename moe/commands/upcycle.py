@@ -7,8 +7,8 @@ The experts of a sparse model get twins, or are cut into parts:
 
     stmoe upcycle --from runs/trained/model --to runs/larger --experts 16 --granularity 2
 
-It gets experts that only texts with a certain prefix may use. They start as copies of the experts that such pairs use
-most, and fine-tuning can train them alone:
+With --prefix, a sparse model gets experts that only texts with that beginning may use. They start as copies of the
+experts that the pairs use most, and fine-tuning then trains them alone:
 
     stmoe upcycle --from runs/trained/model --to runs/larger --experts 40 --prefix "mk:" --pairs mk.jsonl
     stmoe finetune --pretrained runs/larger --parameters new_experts --train mk.jsonl --out runs/mk
