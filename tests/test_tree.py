@@ -22,7 +22,7 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31216,
+    "moe": 31268,
     "moe/checkpoint": 1030,
     "moe/commands": 2563,
     "moe/convert": 1500,
@@ -30,20 +30,20 @@ CODE_LINES = {
     "moe/distributed": 1351,
     "moe/hosts": 646,
     "moe/inspection": 2235,
-    "moe/kernels": 1375,
-    "moe/models": 3551,
+    "moe/kernels": 1377,
+    "moe/models": 3555,
     "moe/network": 3461,
     "moe/optim": 1004,
     "moe/planning": 950,
     "moe/serving": 1663,
-    "moe/sparse": 2272,
+    "moe/sparse": 2320,
     "moe/surgery": 1105,
     "moe/tracing": 827,
     "moe/training": 2401,
     "eval": 6520,
     "scripts": 775,
     "benchmarks": 2314,
-    "tests": 34132,
+    "tests": 34202,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

@@ -55,6 +55,7 @@ from moe.models.weight_files import (
     write_weight_sums,
 )
 from moe.sparse.experts import PROJECTIONS, Experts
+from moe.sparse.experts_interface import set_experts_implementation
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.router import Router
 
@@ -179,15 +180,18 @@ class STMoEPreTrainedModel(PrivateModelHooks, StoredWeights, PreTrainedModel):
         return bool(getattr(self.config, name) if argument is None else argument)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Returns `eager`, which means that the model runs its experts itself.
+        """Returns what runs the experts; `set_experts_implementation` checks the name."""
+        return requested_experts or "eager"
 
-        Raises:
-            ConfigError: When another name is requested.
-        """
-        expected = "None: the config's dispatch, 'ragged' or 'static', says how experts run"
-        is_own = requested_experts in (None, "eager")
-        check(is_own, "experts_implementation", requested_experts, expected)
-        return "eager"
+    def set_experts_implementation(self, experts_implementation: Any) -> None:
+        """Sets what runs the experts; see `moe.sparse.experts_interface.set_experts_implementation`."""
+        set_experts_implementation(self, experts_implementation)
+        self.config._experts_implementation = experts_implementation
+
+    def post_init(self) -> None:
+        """Completes the model at the end of its `__init__`."""
+        super().post_init()
+        self.set_experts_implementation(self.config._experts_implementation)
 
     def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
         """Tells the layers which ranks have the other experts, heads and hidden units."""

@@ -5,6 +5,7 @@ expert sees only the tokens that were sent to it.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from einops import rearrange
@@ -24,7 +25,7 @@ from moe.kernels.expert_weights import (
     is_quantized,
 )
 from moe.kernels.grouped_matmul import grouped_linear, grouped_low_rank
-from moe.kernels.hidden_units import ExpertForm, add_bias, hidden_rows, hidden_units
+from moe.kernels.hidden_units import ExpertForm, add_bias, expert_of_rows, hidden_rows, hidden_units
 from moe.kernels.late_gradients import LateGradients, pass_weights
 from moe.kernels.quantized_weight import FIXED, Quantization, quantize
 from moe.kernels.torch_private import autocast_disabled, is_shape_only
@@ -78,6 +79,9 @@ class Experts(nn.Module):
         if config.expert_quantization is not None:
             self._quantize(Quantization(**config.expert_quantization))
 
+        # A function in place of the products of rows, see experts_interface.py.
+        self.run_elsewhere: Callable[..., Tensor] | None = None
+
         # For weights that cannot be stored as float32, see `load_model` with mmap.
         self.widens_float16 = False
 
@@ -125,16 +129,17 @@ class Experts(nn.Module):
         # before the wait.
         remote_weights = None
         rate = adapters.dropout_rate
-        if in_flight.delays_weight_gradients and not rate:
+        is_fused = not rate and self.run_elsewhere is None
+        if in_flight.delays_weight_gradients and is_fused:
             remote_weights = pass_weights(self.product_weights(adapters, fused=True))
         inputs = in_flight.wait()
 
         # One form of the products for each form of dispatch.
         if isinstance(inputs, UngatheredRows):
             weights, late = remote_weights or (self.product_weights(adapters, fused=True), None)
-            if rate:
-                return self.run_gathered(inputs, weights, rate)
-            return self.run_fused(inputs, weights, late)
+            if is_fused:
+                return self.run_fused(inputs, weights, late)
+            return self.run_gathered(inputs, weights, rate)
         if isinstance(inputs, SortedRows):
             # In training, quantized experts are unpacked one at a time.
             unpacks_later = is_quantized(self.down_proj) and torch.is_grad_enabled()
@@ -165,7 +170,7 @@ class Experts(nn.Module):
     def run_gathered(
         self, inputs: UngatheredRows, weights: ExpertWeights, adapter_dropout: float
     ) -> Tensor:
-        """Returns the same as `run_fused` by grouped products, with dropout in the adapters.
+        """Returns the same as `run_fused` by rows, with dropout in the adapters or elsewhere.
 
         Args:
             inputs: Tokens, and their rows.
@@ -182,7 +187,7 @@ class Experts(nn.Module):
     def run_rows(
         self, x: Tensor, ends: Tensor, weights: ExpertWeights, adapter_dropout: float = 0.0
     ) -> Tensor:
-        """Returns the outputs of rows sorted by expert, by grouped products.
+        """Returns the outputs of rows sorted by expert, by grouped products, or elsewhere.
 
         Args:
             x: <float>[N, D] rows.
@@ -193,6 +198,8 @@ class Experts(nn.Module):
         Returns:
             <float>[N, D].
         """
+        if self.run_elsewhere is not None:
+            return self.run_elsewhere(x, expert_of_rows(ends, x.shape[0]), weights, self.form())
         first, down, bias, first_bias, down_bias, first_adapter, down_adapter = weights
 
         # Inputs and weights have the dtypes of the products already.

@@ -57,6 +57,7 @@ CASES = {
     },
     "accumulated, checkpointed, adamw": {"micro": 2, "checkpointed": True, "optimizer": "adamw"},
     "lars": {"optimizer": "lars"},
+    "by a function of transformers": {"experts_implementation": "batched_mm"},
     "lamb, narrow experts": {"optimizer": "lamb", "expert_d_ff": 12, "num_shared_experts": 3},
     "muon, UL2 and umT5": {
         "optimizer": "muon",
@@ -86,6 +87,7 @@ MESHES = {  # dp_replicate, dp_shard, ep, tp, nodes
     "with sharded layers": {
         (1, 1, 2, 2): (
             "ragged",
+            "by a function of transformers",
             "dropless, relu, tied head",
             "all tokens on two experts",
             "lamb, narrow experts",
