@@ -22,7 +22,7 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31268,
+    "moe": 31294,
     "moe/checkpoint": 1030,
     "moe/commands": 2563,
     "moe/convert": 1500,
@@ -36,14 +36,14 @@ CODE_LINES = {
     "moe/optim": 1004,
     "moe/planning": 950,
     "moe/serving": 1663,
-    "moe/sparse": 2320,
+    "moe/sparse": 2346,
     "moe/surgery": 1105,
     "moe/tracing": 827,
     "moe/training": 2401,
     "eval": 6520,
     "scripts": 775,
     "benchmarks": 2314,
-    "tests": 34202,
+    "tests": 34241,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

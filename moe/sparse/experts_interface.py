@@ -1,9 +1,10 @@
-"""The interface by which transformers chooses how experts run.
+"""The interface by which transformers chooses how experts run, both ways.
 
 Comes after experts.py. Our experts can run by a function that transformers has under a name: its own
 (`batched_mm`, `grouped_mm`, `sonicmoe`, `deepgemm`) or another that was registered. It takes rows that
 are gathered already, each a token with one expert, so that every router, capacity and mesh works as with
-our products; a function that gathers tokens itself saves no memory.
+our products; a function that gathers tokens itself saves no memory. Under the name `stmoe`, the experts of
+its models run by our kernel for a CPU.
 """
 
 from functools import partial
@@ -15,10 +16,13 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from moe.checks import check, check_choice
+from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_weights import ExpertWeights, dequantized
 from moe.kernels.hidden_units import ExpertForm
 from moe.sparse.config import Activation
+from moe.sparse.dispatch import has_fused_experts, sort_rows
 from moe.sparse.experts import Experts
+from moe.sparse.plan import DispatchPlan
 
 _ACTIVATIONS = {name: ACT2FN[name] for name in get_args(Activation)}
 
@@ -88,3 +92,47 @@ def run_by_interface(
     experts._is_expert_parallel = True
     x = x.to(dtype).masked_fill(expert[:, None] == len(down), 0)
     return ALL_EXPERTS_FUNCTIONS[name](experts, x, expert[:, None], x.new_ones(len(x), 1))
+
+
+@torch.compiler.disable()
+def run_stmoe(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Returns every token's weighted sum of the outputs of a model's experts, by our kernel for a CPU.
+
+    Args:
+        module: Experts of a model of transformers.
+        hidden_states: <float>[T, D].
+        top_k_index: <int64>[T, K]; E or more is no expert.
+        top_k_weights: <float>[T, K].
+
+    Returns:
+        <dtype of hidden_states>[T, D].
+
+    Raises:
+        ConfigError: When an expert is more than two products, an activation and a gate, or not on a CPU.
+    """
+    act_class = type(getattr(module, "act_fn", None))
+    names = [name for name, act_fn in _ACTIVATIONS.items() if type(act_fn) is act_class]
+    gates = {type(module)._apply_gate, vars(_StackedExperts)["_apply_gate"]}
+    is_other = module.has_bias or module.is_transposed or not module.is_concatenated
+    is_other = is_other or getattr(module, "has_post_expert_norm", False)
+    is_ours = len(names) == len(gates) == 1 and not is_other and has_fused_experts(hidden_states)
+    expected = f"another for {type(module).__name__} on {hidden_states.device.type}"
+    check(is_ours, "experts_implementation", "stmoe", expected)
+
+    form = ExpertForm(names[0], module.has_gate, "none", 0.0)
+    first = module.gate_up_proj if form.gated else module.up_proj
+    weights = ExpertWeights(first, module.down_proj, None)
+
+    # All tokens are one group.
+    index = top_k_index[None]  # [1, T, K]
+    accepted = index < module.num_experts
+    weight = top_k_weights[None]
+    plan = DispatchPlan(index, index, accepted, weight, accepted, accepted[..., 0], None)
+    rows = sort_rows(plan, module.num_experts)
+    output = fused_feed_forward(hidden_states.to(first.dtype), rows, weights, form)
+    return output.to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register("stmoe", run_stmoe)

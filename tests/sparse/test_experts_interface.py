@@ -1,10 +1,11 @@
-"""transformers' functions run our experts."""
+"""transformers' functions run our experts, and our kernel those of its models."""
 
 import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -90,3 +91,48 @@ def test_a_model_changes_what_runs_its_experts():
         model.set_experts_implementation("fast")
     with pytest.raises(ConfigError, match="'batched_mm'; expected 'eager' with dispatch 'static'"):
         tiny_model(experts_implementation="batched_mm", dispatch="static")
+
+
+def qwen3_moe(activation="silu"):
+    """Returns a tiny model of transformers in float64, and token ids."""
+    config = Qwen3MoeConfig(
+        vocab_size=31,
+        hidden_size=12,
+        moe_intermediate_size=11,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=6,
+        num_experts=5,
+        num_experts_per_tok=2,
+        hidden_act=activation,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).double(), torch.randint(1, 31, (3, 7))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_our_kernel_runs_the_experts_of_a_model_of_transformers(activation):
+    model, ids = qwen3_moe(activation)
+    values = {}
+    for name in ("eager", "stmoe"):
+        model.set_experts_implementation(name)
+        output = model(input_ids=ids, labels=ids)
+        gradients = torch.autograd.grad(output.loss, list(model.parameters()))
+        values[name] = [output.logits, *gradients]
+    torch.testing.assert_close(values["stmoe"], values["eager"], rtol=0, atol=1e-12)
+
+
+def test_experts_that_compute_something_else_are_refused(monkeypatch):
+    others = {"has_bias": True, "is_transposed": True, "is_concatenated": False}
+    others |= {"has_post_expert_norm": True, "act_fn": torch.nn.Tanh(), "_apply_gate": None}
+    for name, value in others.items():
+        model, ids = qwen3_moe()
+        model.set_experts_implementation("stmoe")
+        with monkeypatch.context() as patch:
+            of_class = name == "_apply_gate"
+            experts = Qwen3MoeExperts if of_class else model.model.layers[1].mlp.experts
+            patch.setattr(experts, name, value)
+            with pytest.raises(ConfigError, match="expected another for Qwen3MoeExperts on cpu"):
+                model(input_ids=ids)
