@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 OURS = {"moe", "stmoe", "stmoe_eval", "benchmarks", "scripts"}
-NOT_INSTALLED = {"torchft": "torchft", "deepspeed": "deepspeed", "st_moe_pytorch": "st-moe-pytorch"}
+NOT_INSTALLED = {"torchft": "torchft", "st_moe_pytorch": "st-moe-pytorch"}
 """Modules of extras that `make` does not install, and their distributions."""
 
 OPTIONAL = {"babel", "peft", "rouge_score", "torchft"}

@@ -42,8 +42,8 @@ CODE_LINES = {
     "moe/training": 2401,
     "eval": 6520,
     "scripts": 775,
-    "benchmarks": 2314,
-    "tests": 34241,
+    "benchmarks": 2289,
+    "tests": 34268,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

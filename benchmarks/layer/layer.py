@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Pass, Problem, Variant, build_problem
-from benchmarks.layer.peers import PEERS, UnavailableError, build_peer, close_peers
+from benchmarks.layer.peers import PEERS, UnavailableError, build_peer
 from benchmarks.layer.variants import ON_REQUEST, OURS, moe_dropless
 from benchmarks.machine import (
     build_copy,
@@ -78,10 +78,7 @@ def run_layer(benchmark: LayerBenchmark) -> None:
     keep_freed_memory()
 
     settings = {**describe_machine(benchmark.device), "rounds": benchmark.rounds}
-    try:
-        measure_groups(settings, layer_groups(benchmark), {"rows": COLUMNS}, benchmark.json)
-    finally:
-        close_peers()
+    measure_groups(settings, layer_groups(benchmark), {"rows": COLUMNS}, benchmark.json)
 
 
 def layer_groups(benchmark: LayerBenchmark) -> list[Group]:

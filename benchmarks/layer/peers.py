@@ -3,22 +3,18 @@
 Each builds a variant, or reports why it cannot.
 """
 
-import contextlib
 import importlib
 import importlib.util
-import io
-import logging
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
 from transformers import OlmoeConfig, SwitchTransformersConfig
-from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.switch_transformers.modeling_switch_transformers import (
     SwitchTransformersSparseMLP,
@@ -37,13 +33,33 @@ class UnavailableError(Exception):
 def hf_grouped_mm(problem: Problem) -> Variant:
     """The `grouped_mm` experts of transformers under OLMoE's router."""
     # The router of a model that has those experts in transformers.
-    module = build_olmoe(problem)
+    module = build_olmoe(problem, "grouped_mm")
     forward = partial(run_olmoe, module)
     return _variant("hf_grouped_mm", problem, forward, module, problem.case.rows)
 
 
-def build_olmoe(problem: Problem) -> nn.ModuleDict:
-    """Returns OLMoE's `router` and transformers' `grouped_mm` `experts` over the shared weights."""
+def liger(problem: Problem) -> Variant:
+    """The fused experts of Liger-Kernel under OLMoE's router: SwiGLU, for which it has kernels of Triton."""
+    _import("liger_kernel")
+    _require(problem.case.gated, "only gated experts")
+    ALL_EXPERTS_FUNCTIONS["liger"] = run_liger
+    module = build_olmoe(problem, "liger")
+    forward = partial(run_olmoe, module)
+    note = "SwiGLU instead of GEGLU"
+    return _variant("liger", problem, forward, module, problem.case.rows, note)
+
+
+def run_liger(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Returns the output <dtype>[L, D] of Liger's operation, as the interface of transformers calls it."""
+    operation = importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction
+    weights = (experts.gate_up_proj, experts.down_proj)
+    return operation.apply(hidden_states, *weights, top_k_index.int(), top_k_weights)
+
+
+def build_olmoe(problem: Problem, implementation: str) -> nn.ModuleDict:
+    """Returns OLMoE's `router`, and `experts` that a function of transformers runs, over the shared weights."""
     case = problem.case
     config = OlmoeConfig(
         hidden_size=case.d_model,
@@ -52,7 +68,7 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
         num_experts_per_tok=case.num_selected_experts,
         norm_topk_prob=case.num_selected_experts > 1,
     )
-    config._experts_implementation = "grouped_mm"
+    config._experts_implementation = implementation
 
     # Attributes that the decorator requires of a module of experts: their number and activation.
 
@@ -66,7 +82,7 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
         def forward(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
-            raise NotImplementedError("the decorator takes grouped_mm instead")
+            raise NotImplementedError("the decorator takes the function instead")
 
     module = nn.ModuleDict({"router": OlmoeTopKRouter(config), "experts": StackedExperts(config)})
     first = "gate_up_proj" if case.gated else "up_proj"
@@ -149,51 +165,11 @@ def st_moe_pytorch(problem: Problem) -> Variant:
     return _variant("st_moe_pytorch", problem, forward, module, rows, note)
 
 
-def deepspeed(problem: Problem) -> Variant:
-    """The layer of DeepSpeed with as many slots as the fullest expert needs, on one process."""
-    case = problem.case
-    _require(case.num_selected_experts <= 2, "at most two experts for a token")
-
-    # It prints much, and needs a process group.
-    with contextlib.redirect_stdout(io.StringIO()):
-        _import("deepspeed")
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        if not dist.is_initialized():
-            free_port = "tcp://127.0.0.1:0"
-            dist.init_process_group("gloo", init_method=free_port, rank=0, world_size=1)
-        _import("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        with torch.device("meta"):
-            expert = FeedForward(problem.first[0], problem.down[0], case.gated)
-        module = importlib.import_module("deepspeed.moe.layer").MoE(
-            case.d_model,
-            expert,
-            num_experts=case.num_experts,
-            k=case.num_selected_experts,
-            drop_tokens=False,
-            use_rts=False,
-            top2_2nd_expert_sampling=False,
-        )
-        module.set_deepspeed_parallelism()
-
-    # Use the shared weights instead of its own.
-    module.deepspeed_moe.gate.wg.weight = nn.Parameter(problem.gate.detach())
-    module.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(_feed_forwards(problem))
-
-    def forward(x: Tensor) -> Tensor:
-        return module(x)[0]
-
-    # Every expert has as many slots as the fullest needs.
-    with torch.no_grad():
-        counts = module(problem.x)[2]
-    rows = case.num_experts * int(counts.max())
-    return _variant("deepspeed", problem, forward, module, rows)
-
-
 PEERS: dict[str, Callable[[Problem], Variant]] = {
     "hf_grouped_mm": hf_grouped_mm,
+    "liger": liger,
     "hf_switch": hf_switch,
     "st_moe_pytorch": st_moe_pytorch,
-    "deepspeed": deepspeed,
 }
 
 
@@ -217,12 +193,6 @@ def build_peer(name: str, problem: Problem) -> Variant:
     return variant
 
 
-def close_peers() -> None:
-    """Ends the process group that DeepSpeed needs."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _require(holds: bool, reason: str) -> None:
     if not holds:
         raise UnavailableError(reason)
@@ -231,7 +201,7 @@ def _require(holds: bool, reason: str) -> None:
 def _import(name: str) -> Any:
     """Returns an optional module."""
     is_installed = importlib.util.find_spec(name) is not None
-    _require(is_installed, "not installed; pip install 'stmoe[bench]'")
+    _require(is_installed, f"not installed; pip install {name.replace('_', '-')}")
     module: ModuleType = importlib.import_module(name)
     return module
 

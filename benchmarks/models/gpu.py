@@ -43,6 +43,7 @@ VARIANTS = (
     "moe_compiled",
     "moe_static",
     "hf_grouped_mm",
+    "liger",
     "hf_switch",
     "st_moe_pytorch",
 )

@@ -3,12 +3,18 @@ the oracle of ours.
 """
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks.cases import CASES, Case, build_problem
 from benchmarks.layer.layer import describe_times
+from benchmarks.layer.peers import UnavailableError, build_olmoe, build_peer, run_olmoe
 from benchmarks.layer.variants import dense, moe_capacity, moe_dropless
 from benchmarks.timing import measure_rounds
 from scripts.benchmark import main
@@ -80,3 +86,31 @@ def test_every_round_has_new_tokens_which_variants_share():
         assert torch.equal(variants[1].x, variants[2].x)
         sums.add(variants[1].x.sum().item())
     assert len(sums) == 3
+
+
+class Swiglu:
+    """What Liger's operation computes, without a GPU."""
+
+    @staticmethod
+    def apply(x, gate_up, down, index, weight):
+        assert index.dtype == torch.int32
+        gate, up = torch.einsum("td,tkfd->tkf", x, gate_up[index]).chunk(2, dim=-1)
+        return torch.einsum("tkf,tkdf,tk->td", F.silu(gate) * up, down[index], weight)
+
+
+def test_liger_is_a_peer_where_it_is_installed(monkeypatch):
+    gated = Case(64, 32, 48, 8, 2, gated=True)
+    problem = build_problem(gated, torch.float32, torch.device("cpu"))
+    if find_spec("liger_kernel") is None:
+        with pytest.raises(UnavailableError, match="not installed; pip install liger-kernel"):
+            build_peer("liger", problem)
+
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    module.LigerFusedMoEFunction = Swiglu
+    peer = build_peer("liger", problem)
+    olmoe = build_olmoe(problem, "batched_mm")
+    olmoe["experts"].act_fn = torch.nn.SiLU()
+    torch.testing.assert_close(peer.forward(problem.x), run_olmoe(olmoe, problem.x))
