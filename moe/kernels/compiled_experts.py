@@ -8,17 +8,10 @@ than tokens were sent to experts: rows after the last expert's are never read.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels.cpu_experts import (
-    BackwardInputs,
-    RowValues,
-    empty_values,
-    run_backward,
-    run_forward,
-)
-from moe.kernels.expert_rows import ExpertRows, used_rows
+from moe.kernels.cpu_experts import RowValues, empty_values, run_backward, run_forward
+from moe.kernels.expert_rows import ExpertRows
 from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.hidden_units import ExpertForm
 
@@ -28,9 +21,6 @@ _FORWARD = (
     f"(Tensor[] inputs, Tensor[] indices, Tensor seed, {_FORM}, bool keep_products) -> Tensor[]"
 )
 _BACKWARD = f"(Tensor d_output, Tensor[] inputs, Tensor[] indices, Tensor[] values, {_FORM}, bool[] needed) -> Tensor[]"
-
-# For seed, form and keep_products.
-_NO_GRADIENTS = (None,) * 6
 
 
 def compiled_feed_forward(
@@ -71,15 +61,9 @@ def _fused_experts(
 ) -> list[Tensor]:
     """Returns the combined outputs <float>[T, D], and the fields of `RowValues`."""
     *form, keep_products = settings
-    tokens, row_weight, *_ = inputs
+    tokens, rows, weights = _records(inputs, indices)
     combined, values = run_forward(
-        tokens,
-        _used_rows(inputs, indices),
-        _stacked_weights(inputs),
-        ExpertForm(*form),
-        keep_products=keep_products,
-        seed=int(seed),
-        num_buffered=row_weight.numel(),
+        tokens, rows, weights, ExpertForm(*form), keep_products=keep_products, seed=int(seed)
     )
     return [combined, *values]
 
@@ -90,9 +74,8 @@ def _fake_forward(
 ) -> list[Tensor]:
     """Returns tensors of the shapes of `_fused_experts`."""
     *form, keep_products = settings
-    tokens, row_weight, *_ = inputs
-    weights = _stacked_weights(inputs)
-    num_rows = row_weight.shape[0]
+    tokens, rows, weights = _records(inputs, indices)
+    num_rows = rows.token.shape[0]
     values = empty_values(tokens, weights, ExpertForm(*form), num_rows, keep_products)
     return [tokens.new_empty(tokens.shape), *values]
 
@@ -112,16 +95,8 @@ def _fused_experts_backward(
 ) -> list[Tensor]:
     """Returns the gradients of the inputs; empty ones that are not needed."""
     *form, needed = settings
-    rows = _used_rows(inputs, indices)
-    weights = _stacked_weights(inputs)
-    passed = BackwardInputs(
-        d_output, inputs[0], rows, weights, ExpertForm(*form), RowValues(*values)
-    )
-    gradients = run_backward(passed, needed)
-
-    # The weight of an unused row has the gradient 0.
-    if gradients[1] is not None:
-        gradients[1] = F.pad(gradients[1], (0, inputs[1].numel() - rows.weight.numel()))
+    records = _records(inputs, indices)
+    gradients = run_backward(d_output, *records, ExpertForm(*form), RowValues(*values), needed)
 
     # An operation returns tensors only: as many as there are inputs with gradients.
     results = []
@@ -166,7 +141,9 @@ def _backward(ctx: Any, d_outputs: list[Tensor]) -> tuple[Any, ...]:
     gradients: list[Tensor | None] = []
     for is_needed, gradient in zip(needed, computed, strict=True):
         gradients.append(gradient if is_needed else None)
-    return gradients, [None] * len(indices), *_NO_GRADIENTS
+
+    # And for the indices, the seed, the form and keep_products.
+    return gradients, [None] * len(indices), *(None,) * 6
 
 
 _fused_experts.register_autograd(_backward, setup_context=_save_for_backward)
@@ -175,15 +152,14 @@ _fused_experts.register_autograd(_backward, setup_context=_save_for_backward)
 # ---- shared ----
 
 
-def _used_rows(inputs: list[Tensor], indices: list[Tensor]) -> ExpertRows:
-    """Returns the rows that experts read."""
+def _records(
+    inputs: list[Tensor], indices: list[Tensor]
+) -> tuple[Tensor, ExpertRows, ExpertWeights]:
+    """Returns tokens, rows and weights; empty tensors are weights that the experts do not have."""
+    tokens, row_weight, *weights = inputs
     counts, token, by_token, token_start = indices
-    return used_rows(ExpertRows(counts, token, inputs[1], by_token, token_start))
-
-
-def _stacked_weights(inputs: list[Tensor]) -> ExpertWeights:
-    """Returns the weights, of which empty tensors are none."""
     stacked: list[Any] = []
-    for weight in inputs[2:]:
+    for weight in weights:
         stacked.append(weight if weight.numel() else None)
-    return ExpertWeights.of(stacked)
+    rows = ExpertRows(counts, token, row_weight, by_token, token_start)
+    return tokens, rows, ExpertWeights.of(stacked)

@@ -58,26 +58,6 @@ class RowValues(NamedTuple):
     outputs: Tensor
 
 
-class BackwardInputs(NamedTuple):
-    """Inputs for the gradients of `run_forward`.
-
-    Attributes:
-        d_output: <float>[T, D] gradient of its result.
-        tokens: Its tokens.
-        rows: Its rows.
-        weights: Its weights.
-        form: What an expert computes.
-        values: Values of the forward pass, with the products.
-    """
-
-    d_output: Tensor
-    tokens: Tensor
-    rows: ExpertRows
-    weights: ExpertWeights
-    form: ExpertForm
-    values: RowValues
-
-
 @torch.compiler.disable()
 def fused_feed_forward(
     tokens: Tensor,
@@ -142,20 +122,20 @@ class _FusedFeedForward(torch.autograd.Function):
         tokens, *saved = ctx.saved_tensors
         values = RowValues(*saved[:4])
         weights = ExpertWeights.of(saved[4:])
-        inputs = BackwardInputs(grad_outputs[0], tokens, ctx.rows, weights, ctx.form, values)
+        inputs = (grad_outputs[0], tokens, ctx.rows, weights, ctx.form, values)
         needed = ctx.needs_input_grad[:-3]
         if ctx.late is None:
-            return (*run_backward(inputs, needed), None, None, None)
+            return (*run_backward(*inputs, needed), None, None, None)
 
         # All but the gradients of the weights, for which dz is kept.
         needs_tokens, needs_weight, _, _, *needs_others = needed
         d_products = torch.empty_like(values.products)  # dz  [N, 2F or F]
         needed = (needs_tokens, needs_weight, False, False, *needs_others)
-        d_tokens, d_weight, _, _, *d_others = run_backward(inputs, needed, d_products)
+        d_tokens, d_weight, _, _, *d_others = run_backward(*inputs, needed, d_products)
 
         def compute_late(needs_first: bool, needs_down: bool) -> list[Tensor | None]:
             needed = [False, False, needs_first, needs_down] + [False] * len(needs_others)
-            return run_backward(inputs, needed, d_products, is_late=True)[2:4]
+            return run_backward(*inputs, needed, d_products, is_late=True)[2:4]
 
         # Zeros that take no memory stand in for them until then.
         ctx.late.compute = compute_late
@@ -175,7 +155,6 @@ def run_forward(
     *,
     keep_products: bool,
     seed: int,
-    num_buffered: int | None = None,
 ) -> tuple[Tensor, RowValues]:
     """Returns every token's weighted sum of its experts' outputs <float>[T, D], and the
     intermediate results.
@@ -192,18 +171,16 @@ def run_forward(
 
     Args:
         tokens: <float>[T, D].
-        rows: Which token each row is, and its weight.
+        rows: Which token each row is, and its weight. Rows after those of `counts` are not read.
         weights: The experts' weights, in the dtype of the tokens.
         form: What an expert computes.
         keep_products: Whether a backward pass will need products and gates.
         seed: Of dropout.
-        num_buffered: Number of kept rows, if it must not depend on the tokens; None for N.
     """
     first, down, bias, first_bias, down_bias, first_adapter, down_adapter = weights
     counts = rows.counts.tolist()
-    num_rows = rows.token.numel()
-    num_kept = num_rows if num_buffered is None else num_buffered
-    values = empty_values(tokens, weights, form, num_kept, keep_products)
+    num_rows = sum(counts)
+    values = empty_values(tokens, weights, form, rows.token.numel(), keep_products)
     products, gates, kept_units, outputs = values
     hidden_layer = _HiddenLayer(form)
 
@@ -281,7 +258,12 @@ def _low_rank_t(x: Tensor, adapter: LowRank, expert: int) -> Tensor:
 
 
 def run_backward(
-    inputs: BackwardInputs,
+    d_output: Tensor,
+    tokens: Tensor,
+    rows: ExpertRows,
+    weights: ExpertWeights,
+    form: ExpertForm,
+    values: RowValues,
     needed: Sequence[bool],
     d_products: Tensor | None = None,
     *,
@@ -290,39 +272,39 @@ def run_backward(
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
     Args:
-        inputs: Inputs of the gradients.
+        d_output: <float>[T, D] gradient of its result.
+        tokens: Its tokens.
+        rows: Its rows.
+        weights: Its weights.
+        form: What an expert computes.
+        values: Its values, with the products.
         needed: Which gradients are requested: of tokens, of the rows' weights, and of the weights in
             the order of their `tensors`.
         d_products: <float>[N, 2F or F] receives dz, or holds it; None if nothing is computed late.
         is_late: Whether dz is there already, and the gradients of W1 and W2 alone are requested.
     """
-    d_output, tokens, rows, weights, form, values = inputs
     products, gates, kept_units, outputs = values
     first, down, bias, _, _, first_adapter, down_adapter = weights
     needs_tokens, needs_weight, *needs_stacked = needed
     hidden_layer = _HiddenLayer(form)
-    num_rows = rows.token.numel()
+    counts = rows.counts.tolist()
+    num_rows = sum(counts)
     row_weight = rows.weight.to(tokens.dtype)[:, None]  # [N, 1]
 
     # One tensor for each gradient that is needed.
     d_rows = tokens.new_empty(num_rows if needs_tokens else 0, tokens.shape[1])  # dx  [N, D]
-    d_weight = torch.empty_like(rows.weight) if needs_weight else None
+    d_weight = torch.zeros_like(rows.weight) if needs_weight else None
     d_stacked: list[_WeightGradient | None] = [None] * len(needs_stacked)
     for index, weight in enumerate(weights.tensors()):
         if weight is not None and needs_stacked[index]:
             d_stacked[index] = _WeightGradient(weight, num_rows)
     d_first, d_down, d_bias, d_first_bias, d_down_bias, *d_factors = d_stacked
-    d_first_a, d_first_b, _, d_down_a, d_down_b, _ = d_factors
 
     def run_adapter(
-        piece: Piece,
-        adapter: LowRank,
-        d_a: _WeightGradient | None,
-        d_b: _WeightGradient | None,
-        d_y: Tensor,
-        x: Tensor,
-        d_x: Tensor | None,
+        piece: Piece, adapter: LowRank, d_y: Tensor, x: Tensor, d_x: Tensor | None
     ) -> None:
+        d_a, d_b, _ = d_factors[:3] if adapter is first_adapter else d_factors[3:]
+
         # With u = x A^T * s: dB^T = u^T dy, du = dy B * s, dA = du^T x, and a part of dx is du A.
         if d_b is not None:
             torch.mm(_low_rank_t(x, adapter, piece.expert), d_y, out=d_b.piece_sum(piece))
@@ -361,9 +343,10 @@ def run_backward(
             down_weight = expert_weight(down, piece.expert, tokens)
             d_hidden = multiply(d_row, down_weight.t(), kind="expert_input_gradient")  # [n, F]
             if down_adapter is not None:
-                run_adapter(piece, down_adapter, d_down_a, d_down_b, d_row, hidden, d_hidden)
+                run_adapter(piece, down_adapter, d_row, hidden, d_hidden)
             d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
-            d_plain = hidden_layer.d_plain(d_hidden, plain, expert_bias, kept, d_bias_sum)
+            d_hidden = hidden_layer.drop(d_hidden, kept)
+            d_plain = hidden_layer.d_plain(d_hidden, plain, expert_bias, d_bias_sum)
             d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
             if d_products is not None:
                 d_products[here] = d_product
@@ -381,12 +364,12 @@ def run_backward(
             d_x = d_rows[here]
             multiply(d_product, first_weight.t(), kind="expert_input_gradient", out=d_x)
         if first_adapter is not None and not is_late:
-            run_adapter(piece, first_adapter, d_first_a, d_first_b, d_product, x, d_x)
+            run_adapter(piece, first_adapter, d_product, x, d_x)
 
     # As few pieces as keep all cores busy: a weight's gradient is one sum over its rows.
     fair_share = math.ceil(num_rows / torch.get_num_threads())
     most_rows = max(_rows_per_piece(tokens), fair_share)
-    run_pieces(run_piece, split_rows(rows.counts.tolist(), most_rows))
+    run_pieces(run_piece, split_rows(counts, most_rows))
     d_tokens = rows.sum_by_token(d_rows, weighted=False) if needs_tokens else None
     gradients = [d_tokens, d_weight]
     for gradient in d_stacked:
@@ -446,16 +429,10 @@ class _HiddenLayer:
         return (units * kept).mul_(1 / (1 - self.form.dropout_rate)) if kept.numel() else units
 
     def d_plain(
-        self,
-        d_hidden: Tensor,
-        plain: Tensor,
-        bias: Tensor | None,
-        kept: Tensor,
-        d_bias: Tensor | None,
+        self, d_hidden: Tensor, plain: Tensor, bias: Tensor | None, d_bias: Tensor | None
     ) -> Tensor:
-        """Returns dp <float>[n, F] of dh <float>[n, F], and fills dB <float>[F] when it is given."""
-        # Through dropout, then through the bias: dB is a sum over the rows.
-        d_hidden = self.drop(d_hidden, kept)
+        """Returns dp <float>[n, F] of dh <float>[n, F] before dropout, and fills dB <float>[F] when it is given."""
+        # dB is a sum over the rows.
         if d_bias is not None:
             d_bias_rows = d_hidden * plain if self.multiplies_bias else d_hidden
             torch.sum(d_bias_rows, dim=0, out=d_bias)

@@ -43,17 +43,17 @@ class ExpertRows(NamedTuple):
         return self.counts.cumsum(0, dtype=torch.int32)
 
     def sum_by_token(self, values: Tensor, *, weighted: bool) -> Tensor:
-        """Returns each token's sum over its rows of <float>[N, D], without a graph: <float>[T, D]."""
+        """Returns each token's sum over its rows of <float>[N, D], without a graph: <float>[T, D].
+
+        A compiled graph has more rows than the N of the values, which come first.
+        """
         if not values.shape[0]:
             return values.new_zeros(self.token_start.numel(), values.shape[1])
 
         # The rows of a token as one bag, in the order of the bags.
-        weight = None
-        if weighted:
-            weight = self.weight.to(values.dtype).index_select(0, self.by_token)
-        return F.embedding_bag(
-            self.by_token, values, self.token_start, mode="sum", per_sample_weights=weight
-        )
+        row = self.by_token[: values.shape[0]]
+        weight = self.weight.to(values.dtype).index_select(0, row) if weighted else None
+        return F.embedding_bag(row, values, self.token_start, mode="sum", per_sample_weights=weight)
 
     def weight_of_rows(self) -> Tensor:
         """Returns the combine weight <float>[N] of each row."""
@@ -139,13 +139,12 @@ def combine_rows(outputs: Tensor, rows: ExpertRows | ChoiceRows) -> Tensor:
 
 
 def used_rows(rows: ExpertRows) -> ExpertRows:
-    """Returns the rows of experts, without those after them, which a compiled graph has."""
+    """Returns the rows of experts, without those after them, which a compiled graph has.
+
+    `by_token` needs no change: its first N are theirs.
+    """
     num_rows = int(rows.counts.sum())
-    return rows._replace(
-        token=rows.token[:num_rows],
-        weight=rows.weight[:num_rows],
-        by_token=rows.by_token[:num_rows],
-    )
+    return rows._replace(token=rows.token[:num_rows], weight=rows.weight[:num_rows])
 
 
 def round_up_rows(rows: ExpertRows) -> ExpertRows:
