@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.kernels.expert_rows import rounded_count
-from moe.kernels.product_choice import ProductKind, copies_expert_gradient, is_onednn_chosen
+from moe.kernels.product_choice import ProductKind, is_onednn_chosen, products_in_use
 from moe.kernels.torch_private import is_plain, onednn_linear
 
 _LEAST_WORK = 2**19  # rows x inputs x outputs
@@ -79,7 +79,7 @@ def expert_weight_gradient(d_output: Tensor, x: Tensor, out: Tensor) -> None:
         out: <float>[O, I] to fill.
     """
     d_output_t = d_output.t()
-    if d_output.element_size() == 2 and copies_expert_gradient():
+    if d_output.element_size() == 2 and products_in_use().copies_expert_gradient:
         d_output_t = d_output_t.contiguous()
     torch.mm(d_output_t, x, out=out)
 
@@ -103,9 +103,8 @@ class _Linear(torch.autograd.Function):
         return _multiply(x, weight, "forward", x.shape[0])
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # named as what it is
-        ctx: Any, d_product: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (d_product,) = grad_outputs
         x, weight = ctx.saved_tensors
         num_tokens = x.shape[0]
         d_x = None

@@ -43,11 +43,8 @@ def vocabulary_losses(
             their logits. With torch's `ignore_index` a row that holds NaN gets a gradient of NaN.
         label_smoothing: Probability that a target gives to all V tokens in equal parts.
     """
-    if is_plain(logits):
-        sums = _VocabularyLosses.apply(logits, labels, is_target, label_smoothing)
-        return VocabularyLosses(*sums)
-
-    return _plain_losses(logits, labels, is_target, label_smoothing)
+    losses = _VocabularyLosses.apply if is_plain(logits) else _plain_losses
+    return VocabularyLosses(*losses(logits, labels, is_target, label_smoothing))
 
 
 class _VocabularyLosses(torch.autograd.Function):
@@ -59,8 +56,7 @@ class _VocabularyLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         row_losses = logits.new_empty(3, logits.shape[0], dtype=_wide_dtype(logits))
         for rows in _pieces(logits):
-            piece = _widened(logits[rows])
-            losses = _losses_of_rows(piece, labels[rows], label_smoothing)
+            losses = _losses_of_rows(logits[rows], labels[rows], label_smoothing)
             torch.stack(losses, out=row_losses[:, rows])
 
         log_normalizer, cross_entropy, z = row_losses
@@ -69,17 +65,15 @@ class _VocabularyLosses(torch.autograd.Function):
         return _sum_of_targets(cross_entropy, is_target), _sum_of_targets(z, is_target)
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # named as what they are
-        ctx: Any, d_cross_entropy: Tensor, d_z: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        d_cross_entropy, d_z = grad_outputs
         logits, labels, is_target, log_normalizer = ctx.saved_tensors
         smoothing = ctx.label_smoothing
 
         # A gradient that will be differentiated again is computed with torch's own operations.
         if torch.is_grad_enabled():
             sums = _plain_losses(logits, labels, is_target, smoothing)
-            weights = (d_cross_entropy, d_z)
-            (d_logits,) = torch.autograd.grad(sums, logits, weights, create_graph=True)
+            (d_logits,) = torch.autograd.grad(sums, logits, grad_outputs, create_graph=True)
             return d_logits, None, None, None
 
         # d logsumexp = p, so that both sums give a multiple of p; the cross-entropy takes its
@@ -93,7 +87,7 @@ class _VocabularyLosses(torch.autograd.Function):
             # In place of the gradient where it has the dtype of the sums.
             here = d_logits[rows]
             out = here if logits.dtype == log_normalizer.dtype else None
-            piece = torch.softmax(_widened(logits[rows]), dim=-1, out=out)
+            piece = torch.softmax(logits[rows].to(log_normalizer.dtype), dim=-1, out=out)
             piece.mul_(d_log_normalizer[rows, None])
             piece.scatter_add_(-1, labels[rows, None], d_label[rows, None])
             if smoothing:
@@ -117,10 +111,9 @@ def _plain_losses(
     """Returns both sums by operations that compilers, tracers and shards know."""
     # The gradient of a row that holds NaN would be NaN, even times 0.
     logits = logits.masked_fill(~is_target[:, None], 0)
-    _, cross_entropy, z = _losses_of_rows(_widened(logits), labels, label_smoothing)
-    return VocabularyLosses(
-        _sum_of_targets(cross_entropy, is_target), _sum_of_targets(z, is_target)
-    )
+    _, cross_entropy, z = _losses_of_rows(logits, labels, label_smoothing)
+    sums = (_sum_of_targets(cross_entropy, is_target), _sum_of_targets(z, is_target))
+    return VocabularyLosses(*sums)
 
 
 def _sum_of_targets(row_losses: Tensor, is_target: Tensor) -> Tensor:
@@ -132,6 +125,8 @@ def _losses_of_rows(
     logits: Tensor, labels: Tensor, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logsumexp, cross-entropy and logsumexp^2 <float>[N] of each row of <float>[N, V]."""
+    logits = logits.to(_wide_dtype(logits))
+
     # log p(label) = logit(label) - logsumexp(logits) gives the logsumexp; where the label's logit is
     # -inf, the largest logit does.
     index = labels[:, None]
@@ -158,7 +153,3 @@ def _pieces(logits: Tensor) -> list[slice]:
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.to(_wide_dtype(x))

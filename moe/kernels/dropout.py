@@ -73,23 +73,18 @@ def draw_kept(
     bits = 16 if is_close else _BITS_PER_WORD
     num_elements = torch.Size(shape).numel()
     num_words = -(-num_elements * bits // _BITS_PER_WORD)
-    words = _random_words(num_words, seed)
+    if seed is None:
+        words = torch.empty(num_words, dtype=torch.int64).random_(-(2**63), None)
+    else:
+        # torch's generator on a CPU takes 32 bits of a seed.
+        generator = np.random.Generator(np.random.SFC64(seed))
+        numbers = generator.integers(-(2**63), 2**63 - 1, num_words, np.int64, endpoint=True)
+        words = torch.from_numpy(numbers)
 
     # A draw is uniform in [-2^15, 2^15), or [-2^63, 2^63): the lowest of these numbers drop.
     draws = words.view(torch.int16 if is_close else torch.int64)[:num_elements].view(shape)
     num_dropped = round(rate * 2**bits)
     return draws >= num_dropped - 2 ** (bits - 1)
-
-
-def _random_words(num_words: int, seed: Sequence[int] | None) -> Tensor:
-    """Returns words <int64>[num_words] of 64 random bits."""
-    if seed is None:
-        return torch.empty(num_words, dtype=torch.int64).random_(-(2**63), None)
-
-    # torch's generator on a CPU takes 32 bits of a seed.
-    generator = np.random.Generator(np.random.SFC64(seed))
-    words = generator.integers(-(2**63), 2**63 - 1, num_words, np.int64, endpoint=True)
-    return torch.from_numpy(words)
 
 
 class _Dropout(torch.autograd.Function):
@@ -102,8 +97,6 @@ class _Dropout(torch.autograd.Function):
         return (x * kept).mul_(scale)
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # named as what it is
-        ctx: Any, d_output: Tensor
-    ) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
-        return (d_output * kept).mul_(ctx.scale), None, None
+        return (grad_outputs[0] * kept).mul_(ctx.scale), None, None

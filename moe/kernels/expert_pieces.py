@@ -80,7 +80,6 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
         work = torch.inference_mode()(work)
 
     jobs: list[Future[None]] = []
-    job = None
     try:
         for _ in range(num_threads):
             jobs.append(pool.submit(work))

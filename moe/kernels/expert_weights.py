@@ -44,8 +44,7 @@ class ExpertWeights(NamedTuple):
     def tensors(self) -> list[Tensor | None]:
         """Returns the eleven tensors for an operation of torch, None for absent ones."""
         absent = (None, None, None)
-        factors = [*(self.first_adapter or absent), *(self.down_adapter or absent)]
-        return [*self[:5], *factors]
+        return [*self[:5], *(self.first_adapter or absent), *(self.down_adapter or absent)]
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> "ExpertWeights":
@@ -84,7 +83,4 @@ def expert_weight(stacked: Tensor, expert: int, like: Tensor) -> Tensor:
         expert: Its index.
         like: <float>[...] of the dtype of the products.
     """
-    weight = stacked[expert]
-    if is_quantized(weight) or weight.dtype != like.dtype:
-        return dequantized(weight).to(like.dtype)
-    return weight
+    return dequantized(stacked[expert]).to(like.dtype)

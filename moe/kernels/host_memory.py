@@ -73,12 +73,11 @@ def empty_in_few_pages(like: Tensor) -> Tensor:
     Returns:
         <dtype of like>[...] of any values.
     """
-    num_bytes = like.numel() * like.element_size()
     has_huge_pages = hasattr(mmap, "MADV_HUGEPAGE")
-    if _Setting.keeps_all or num_bytes < _HUGE_PAGE or not has_huge_pages:
+    if _Setting.keeps_all or like.nbytes < _HUGE_PAGE or not has_huge_pages:
         return torch.empty_like(like)
 
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)

@@ -48,12 +48,6 @@ class LibraryByTokens(NamedTuple):
     few: Library
     many: Library
 
-    def library(self, num_tokens: int) -> Library:
-        """Returns the library for a number of tokens."""
-        if num_tokens <= _MOST_TOKENS_OF_ONE:
-            return self.one
-        return self.few if num_tokens <= _MOST_TOKENS_OF_FEW else self.many
-
 
 class ProductChoice(NamedTuple):
     """The library of each product of a layer y = x W^T.
@@ -91,17 +85,10 @@ def is_onednn_chosen(kind: ProductKind, num_tokens: int) -> bool:
     Raises:
         ConfigError: When the environment variable holds no choice.
     """
-    by_tokens: LibraryByTokens = getattr(products_in_use(), kind)
-    return by_tokens.library(num_tokens) == "onednn"
-
-
-def copies_expert_gradient() -> bool:
-    """Returns whether an expert's dW = dy^T x in 16 bits is computed from a copy of dy^T.
-
-    Raises:
-        ConfigError: When the environment variable holds no choice.
-    """
-    return products_in_use().copies_expert_gradient
+    one, few, many = getattr(products_in_use(), kind)
+    if num_tokens <= _MOST_TOKENS_OF_ONE:
+        return one == "onednn"
+    return (few if num_tokens <= _MOST_TOKENS_OF_FEW else many) == "onednn"
 
 
 def products_in_use() -> ProductChoice:
@@ -123,8 +110,7 @@ def use_products(choice: ProductChoice | None) -> None:
 def fixed_choice(library: Library) -> ProductChoice:
     """Returns the choice of one library for every product."""
     everywhere = LibraryByTokens(one=library, few=library, many=library)
-    by_kind = dict.fromkeys(get_args(ProductKind), everywhere)
-    return ProductChoice(**by_kind, copies_expert_gradient=False)
+    return ProductChoice(everywhere, everywhere, everywhere, everywhere, everywhere)
 
 
 def choose_products(given: str | None, processor: str) -> ProductChoice:

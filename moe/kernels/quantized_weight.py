@@ -4,7 +4,6 @@ torchao's tensors do not cover stacked weights in 4 bits. The products of cpu_ex
 expert at a time, or none where torch multiplies packed numbers faster.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -128,11 +127,7 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls,
-        operation: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs an operation of torch on the parts, or on the dequantized numbers."""
         kwargs = kwargs or {}
@@ -156,12 +151,10 @@ class QuantizedWeight(Tensor):
         """Returns the attributes that hold tensors, for torch."""
         return ["qdata", "scale"] if self.zero is None else ["qdata", "scale", "zero"], None
 
-    @classmethod
-    def __tensor_unflatten__(
-        cls, tensors: dict[str, Tensor], context: None, size: Any, stride: Any
-    ) -> "QuantizedWeight":
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, Tensor], *_: Any) -> "QuantizedWeight":
         """Returns the weight of those tensors, for torch."""
-        return cls(**tensors)
+        return QuantizedWeight(**tensors)
 
 
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
@@ -174,10 +167,7 @@ def _chooses_experts(operation: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _on_parts(
-    operation: Callable[..., Tensor],
-    weight: QuantizedWeight,
-    others: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    operation: Any, weight: QuantizedWeight, others: Any, kwargs: dict[str, Any]
 ) -> QuantizedWeight:
     """Returns the weight of the results for each part; a new dtype is that of scales alone."""
     of_codes = {name: value for name, value in kwargs.items() if name != "dtype"}

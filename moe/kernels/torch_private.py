@@ -68,12 +68,8 @@ def autocast_disabled(device_type: str) -> AbstractContextManager[Any]:
 def is_in_checkpoint() -> bool:
     """Returns whether non-reentrant activation checkpointing will run what runs now a second time."""
     # The checkpoint installs hooks on saved tensors, and the innermost pair can be looked at.
-    autograd = getattr(torch._C, "_autograd", None)
-    top_hooks = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = top_hooks(True) if top_hooks is not None else None
-    if hooks is None:
-        return False
-    return getattr(hooks[0], "__module__", None) == checkpoint.__name__
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 # ---- operations ----

@@ -7,7 +7,6 @@ from moe import ConfigError
 from moe.kernels.product_choice import (
     CHOICE_VARIABLE,
     choose_products,
-    copies_expert_gradient,
     fixed_choice,
     is_onednn_chosen,
     products_in_use,
@@ -36,7 +35,7 @@ def test_the_maker_of_the_processor_decides(fresh):
     use_products(choose_products(None, "vendor_id : GenuineIntel\nflags : avx512f amx_bf16"))
     few = [number for number in (1, 2, 3, 16, 17) if is_onednn_chosen("expert_forward", number)]
     assert few == [3, 16] and not is_onednn_chosen("expert_input_gradient", 3)
-    assert copies_expert_gradient()
+    assert products_in_use().copies_expert_gradient
     assert not choose_products(None, "GenuineIntel avx512f").copies_expert_gradient
 
 
