@@ -11,10 +11,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-Backward = TypeVar("Backward", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def first_order_only(backward: Backward) -> Backward:
+def first_order_only(backward: F) -> F:
     """Decorates `backward` of a Function: differentiating its gradients raises an error."""
 
     @functools.wraps(backward)
@@ -31,7 +31,7 @@ def first_order_only(backward: Backward) -> Backward:
             results.append(None if gradient is None else _Refuse.apply(gradient, *sources))
         return tuple(results)
 
-    return cast(Backward, refusing)
+    return cast(F, refusing)
 
 
 class _Refuse(torch.autograd.Function):
