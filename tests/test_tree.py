@@ -22,7 +22,7 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31217,
+    "moe": 31216,
     "moe/checkpoint": 1030,
     "moe/commands": 2563,
     "moe/convert": 1500,
@@ -30,7 +30,7 @@ CODE_LINES = {
     "moe/distributed": 1351,
     "moe/hosts": 646,
     "moe/inspection": 2235,
-    "moe/kernels": 1300,
+    "moe/kernels": 1299,
     "moe/models": 3555,
     "moe/network": 3461,
     "moe/optim": 1004,

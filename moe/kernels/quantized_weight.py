@@ -125,13 +125,20 @@ class QuantizedWeight(Tensor):
         packed, scales = self.packed_experts[expert]
         return packed_int4_linear(x, packed, group_size, scales)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Returns an expert of stacked weights, quantized; anything else dequantized."""
+        if self.dim() == 3 and isinstance(index, int):
+            # As an operation of torch it would be a view, which inference mode refuses.
+            return QuantizedWeight(*[part[index] for part in self.parts().values()])
+        return super().__getitem__(index)
+
     @classmethod
     def __torch_dispatch__(
         cls, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs an operation of torch on the parts, or on the dequantized numbers."""
         kwargs = kwargs or {}
-        if operation in _ON_PARTS or _chooses_experts(operation, args):
+        if operation in _ON_PARTS:
             return _on_parts(operation, args[0], args[1:], kwargs)
         if operation is torch.ops.aten.copy_.default and all(isinstance(x, cls) for x in args[:2]):
             for name, part in args[0].parts().items():
@@ -161,22 +168,14 @@ _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _ON_PARTS = _ALIASES | {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
 
-def _chooses_experts(operation: Any, args: tuple[Any, ...]) -> bool:
-    """Returns whether an operation selects from dimension 0 of stacked weights."""
-    return operation is torch.ops.aten.select.int and args[0].dim() == 3 and args[1] == 0
-
-
 def _on_parts(
     operation: Any, weight: QuantizedWeight, others: Any, kwargs: dict[str, Any]
 ) -> QuantizedWeight:
     """Returns the weight of the results for each part; a new dtype is that of scales alone."""
     of_codes = {name: value for name, value in kwargs.items() if name != "dtype"}
-    zero = weight.zero
-    result = QuantizedWeight(
-        operation(weight.qdata, *others, **of_codes),
-        operation(weight.scale, *others, **kwargs),
-        None if zero is None else operation(zero, *others, **kwargs),
-    )
+    codes, *scales = weight.parts().values()
+    scales = [operation(scale, *others, **kwargs) for scale in scales]
+    result = QuantizedWeight(operation(codes, *others, **of_codes), *scales)
     if operation in _ALIASES:
         result.packed_experts = weight.packed_experts
     return result
