@@ -39,6 +39,7 @@ from moe.models.card import (
 )
 from moe.models.checkpoint_formats import COPY_AGAIN, CheckpointFormat, find_format
 from moe.models.configuration import STMoEConfig
+from moe.models.experts_interface import set_experts_implementation
 from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
@@ -55,7 +56,6 @@ from moe.models.weight_files import (
     write_weight_sums,
 )
 from moe.sparse.experts import PROJECTIONS, Experts
-from moe.sparse.experts_interface import set_experts_implementation
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.router import Router
 
@@ -184,7 +184,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, StoredWeights, PreTrainedModel):
         return requested_experts or "eager"
 
     def set_experts_implementation(self, experts_implementation: Any) -> None:
-        """Sets what runs the experts; see `moe.sparse.experts_interface.set_experts_implementation`."""
+        """Sets what runs the experts; see `moe.models.experts_interface.set_experts_implementation`."""
         set_experts_implementation(self, experts_implementation)
         self.config._experts_implementation = experts_implementation
 

@@ -9,7 +9,6 @@ computation:
     plan              which token goes where
     dispatch          to the experts here and back; expert_parallel: to those on other ranks
     experts           the feed-forwards; moe/kernels has their products
-    experts_interface experts by functions of transformers, and the reverse
     losses, stats     what the router did
     integration       the layer in another Transformer
 

@@ -79,7 +79,7 @@ class Experts(nn.Module):
         if config.expert_quantization is not None:
             self._quantize(Quantization(**config.expert_quantization))
 
-        # A function in place of the products of rows, see experts_interface.py.
+        # A function in place of the products of rows, see moe/models/experts_interface.py.
         self.run_elsewhere: Callable[..., Tensor] | None = None
 
         # For weights that cannot be stored as float32, see `load_model` with mmap.

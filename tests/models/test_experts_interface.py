@@ -10,7 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moe import ConfigError
-from moe.sparse.experts_interface import set_experts_implementation
+from moe.models.experts_interface import set_experts_implementation
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.sparse.layers import ROUTER_NAMES, assert_all_close, build_layer, losses_and_gradients
 

@@ -1,6 +1,6 @@
 """The interface by which transformers chooses how experts run, both ways.
 
-Comes after experts.py. Our experts can run by a function that transformers has under a name: its own
+Our experts can run by a function that transformers has under a name: its own
 (`batched_mm`, `grouped_mm`, `sonicmoe`, `deepgemm`) or another that was registered. It takes rows that
 are gathered already, each a token with one expert, so that every router, capacity and mesh works as with
 our products; a function that gathers tokens itself saves no memory. Under the name `stmoe`, the experts of
