@@ -22,16 +22,16 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31216,
+    "moe": 31220,
     "moe/checkpoint": 1030,
     "moe/commands": 2563,
     "moe/convert": 1500,
     "moe/data": 2254,
     "moe/distributed": 1351,
-    "moe/hosts": 646,
+    "moe/hosts": 648,
     "moe/inspection": 2235,
     "moe/kernels": 1299,
-    "moe/models": 3624,
+    "moe/models": 3626,
     "moe/network": 3461,
     "moe/optim": 1004,
     "moe/planning": 950,
@@ -43,7 +43,7 @@ CODE_LINES = {
     "eval": 6520,
     "scripts": 775,
     "benchmarks": 2289,
-    "tests": 34268,
+    "tests": 34281,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

@@ -25,6 +25,7 @@ from moe.hosts.blocks import HostFeedForward, prepare_blocks
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings, SparseHostConfig
 from moe.models.configuration import STMoEConfig
+from moe.models.experts_interface import ExpertsByName
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import over_layers, refuse_missing_labels, share_of_targets
 from moe.models.outputs import RouterRecords
@@ -62,7 +63,7 @@ RECORDS = list(SparseHostOutput.__annotations__)
 """Fields of the output that a host does not have."""
 
 
-class SparseHost(StoredWeights):
+class SparseHost(ExpertsByName, StoredWeights):
     """Put before a host's class, it makes a class of that host with sparse layers.
 
     `from_pretrained`, `save_pretrained`, `generate` and everything else are the host's. Its
@@ -99,6 +100,7 @@ class SparseHost(StoredWeights):
         prepare_blocks(model, self.host)
         for block, of_layer in sites:
             self.host.put_layer(block, HostFeedForward(of_layer))
+        self.set_experts_implementation(config._experts_implementation)
 
     @classmethod
     def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:

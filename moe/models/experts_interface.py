@@ -8,7 +8,7 @@ its models run by our kernel for a CPU.
 """
 
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,21 @@ def set_experts_implementation(module: nn.Module, name: str) -> None:
             runs = function is None or experts.config.dispatch == "ragged"
             check(runs, "experts_implementation", name, "'eager' with dispatch 'static'")
             experts.run_elsewhere = function
+
+
+class ExpertsByName:
+    """Put before a class of transformers: its `experts_implementation` says what runs our experts."""
+
+    config: Any
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Returns what runs the experts; `set_experts_implementation` checks the name."""
+        return requested_experts or "eager"
+
+    def set_experts_implementation(self, experts_implementation: Any) -> None:
+        """Sets what runs the experts; see the function of this name."""
+        set_experts_implementation(cast(nn.Module, self), experts_implementation)
+        self.config._experts_implementation = experts_implementation
 
 
 class _Config(NamedTuple):

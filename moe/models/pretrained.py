@@ -39,7 +39,7 @@ from moe.models.card import (
 )
 from moe.models.checkpoint_formats import COPY_AGAIN, CheckpointFormat, find_format
 from moe.models.configuration import STMoEConfig
-from moe.models.experts_interface import set_experts_implementation
+from moe.models.experts_interface import ExpertsByName
 from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
@@ -151,7 +151,7 @@ class StoredWeights:
         return state if cast(Any, self).config.expert_quantization is None else stored_state(state)
 
 
-class STMoEPreTrainedModel(PrivateModelHooks, StoredWeights, PreTrainedModel):
+class STMoEPreTrainedModel(ExpertsByName, PrivateModelHooks, StoredWeights, PreTrainedModel):
     """Loading, saving and initialisation shared by the models.
 
     Attributes:
@@ -178,15 +178,6 @@ class STMoEPreTrainedModel(PrivateModelHooks, StoredWeights, PreTrainedModel):
     def argument_or_config(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""
         return bool(getattr(self.config, name) if argument is None else argument)
-
-    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Returns what runs the experts; `set_experts_implementation` checks the name."""
-        return requested_experts or "eager"
-
-    def set_experts_implementation(self, experts_implementation: Any) -> None:
-        """Sets what runs the experts; see `moe.models.experts_interface.set_experts_implementation`."""
-        set_experts_implementation(self, experts_implementation)
-        self.config._experts_implementation = experts_implementation
 
     def post_init(self) -> None:
         """Completes the model at the end of its `__init__`."""

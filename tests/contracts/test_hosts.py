@@ -15,7 +15,7 @@ from peft import get_peft_model
 
 from moe import lora_config
 from moe.checkpoint.loading import load_model
-from moe.errors import CheckpointError
+from moe.errors import CheckpointError, ConfigError
 from moe.hosts.all_hosts import HOSTS
 from moe.hosts.upcycle import upcycle_host
 from moe.models.pretrained import enable_activation_checkpointing
@@ -136,6 +136,21 @@ def test_padding_is_not_routed_and_changes_nothing(name):
     masked = sparse(**batch, decoder_attention_mask=mask, output_router_logits=True)
     routed = masked.decoder_router_outputs[0].plan.token_mask.reshape(mask.shape)
     assert torch.equal(routed, mask.bool())
+
+
+@each_host
+def test_functions_of_transformers_run_experts_without_biases(name):
+    model = sparse_host(name)
+    expected = logits(model)
+    model.set_experts_implementation("batched_mm")
+    experts = next(iter(sparse_layers(model).values())).experts
+    if any(extra is not None for extra in experts.product_weights()[2:]):
+        with pytest.raises(
+            ConfigError, match="'batched_mm'; expected 'eager' for experts with biases"
+        ):
+            logits(model)
+    else:
+        close(logits(model), expected)
 
 
 @each_host
