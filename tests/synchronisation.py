@@ -32,7 +32,7 @@ class NoSynchronisation(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        if name in INDEXING:  # which have a tag for the indices of bools that they may have
+        if name in INDEXING:  # tagged in any case, since an index may be of bools
             for index in tensors_of(args[1]):
                 if index.dtype in (torch.bool, torch.uint8):
                     raise WaitsError(f"{function} counts the True of its index")

@@ -137,7 +137,7 @@ class _FusedFeedForward(torch.autograd.Function):
             needed = [False, False, needs_first, needs_down] + [False] * len(needs_others)
             return run_backward(*inputs, needed, d_products, is_late=True)[2:4]
 
-        # Zeros that take no memory stand in for them until then.
+        # For now the weights get gradients of zeros, which take no memory.
         ctx.late.compute = compute_late
         d_first, d_down = (weight.new_zeros(()).expand(weight.shape) for weight in weights[:2])
         return (d_tokens, d_weight, d_first, d_down, *d_others, None, None, None)

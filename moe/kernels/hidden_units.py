@@ -73,7 +73,7 @@ def hidden_rows(product: Tensor, bias: Tensor | None, ends: Tensor, form: Expert
     Args:
         product: <float>[N, 2F or F] the first product, gate first.
         bias: <float>[E, F] of each expert's hidden units; None for none.
-        ends: <int32>[E] where the rows of each expert end. The results and gradients of the rows after them are
+        ends: <int32>[E] where the rows of each expert end. Results and gradients of later rows are
             undefined.
         form: What an expert computes.
 
