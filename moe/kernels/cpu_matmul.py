@@ -2,7 +2,7 @@
 
 torch sends float32 products to its BLAS; which library is faster varies, see product_choice.py.
 Both are exact to rounding. Small products keep torch's own library: a call of oneDNN costs 15 us
-more. So do gradients of the weights of experts, which are summed in place.
+more.
 """
 
 from typing import Any
@@ -79,6 +79,11 @@ def expert_weight_gradient(d_output: Tensor, x: Tensor, out: Tensor) -> None:
         out: <float>[O, I] to fill.
     """
     d_output_t = d_output.t()
+    x_t = x.t()
+    if is_onednn_chosen("weight_gradient", x.shape[0]) and _has_choice(d_output_t, x_t):
+        out.copy_(onednn_linear(d_output_t, x_t))
+        return
+
     if d_output.element_size() == 2 and products_in_use().copies_expert_gradient:
         d_output_t = d_output_t.contiguous()
     torch.mm(d_output_t, x, out=out)

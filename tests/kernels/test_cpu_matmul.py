@@ -135,13 +135,11 @@ def test_torch_func_sees_a_plain_product():
 
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_an_experts_gradient_is_the_same_of_a_copy(dtype, copies, library):
-    use_products(fixed_choice("blas")._replace(copies_expert_gradient=copies))
-    torch.manual_seed(0)
-    d_output = torch.randn(67, 11).to(dtype)
-    x = torch.randn(67, 7).to(dtype)
-    out = torch.empty(11, 7, dtype=dtype)
+def test_the_gradient_of_an_experts_weight_is_that_of_float64(dtype, copies, library):
+    use_products(fixed_choice(library)._replace(copies_expert_gradient=copies))
+    d_output, x = large(67, 131).to(dtype), large(67, 103, seed=1).to(dtype)
+    out = torch.empty(131, 103, dtype=dtype)
     expert_weight_gradient(d_output, x, out)
     expected = d_output.double().T @ x.double()
-    tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
+    tolerance = 0.3 if dtype == torch.bfloat16 else 1e-4
     assert torch.allclose(out.double(), expected, rtol=0, atol=tolerance)
