@@ -4,11 +4,11 @@ One core at a time does gather, product, activation and product of one expert's 
 in its cache. That scales better than splitting each product over all cores, because products of a
 few hundred rows are small.
 
-With few rows for an expert, most of a backward pass is the first touch of the gradients' memory;
-huge pages halve it there. With many rows they won 10 % at best, and lost as much on a virtual
-machine that gives free memory to its host. OpenMP's threads spin on the workers' cores for 10 ms
-after each operation of torch; making them sleep at once had no measurable benefit, and every later
-operation of the process, such as a step of decoding, had to wake  them.
+With few rows for an expert, most of a backward pass is the first touch of the gradients' memory,
+unless host_memory.py keeps it; torch's THP_MEM_ALLOC_ENABLE=1 halves it with huge pages. OpenMP's
+threads spin on the workers' cores for 10 ms after each operation of torch; making them sleep at once
+had no measurable benefit, and every later operation of the process, such as a step of decoding, had
+to wake them.
 """
 
 import math
@@ -25,8 +25,6 @@ from moe.kernels.expert_rows import ExpertRows, round_up_rows
 from moe.kernels.expert_weights import ExpertWeights, LowRank, expert_weight
 from moe.kernels.first_order import first_order_only
 from moe.kernels.hidden_units import GELU_FORMS, ExpertForm, activate
-from moe.kernels.host_memory import empty_in_few_pages
-from moe.kernels.late_gradients import LateGradients
 from moe.kernels.quantized_weight import QuantizedWeight
 
 aten = torch.ops.aten
@@ -37,9 +35,6 @@ _BYTES_PER_PIECE = 2048
 
 # Rows of a layer up to which reading weights is all the work: one expert at a time, on all cores.
 _SEQUENTIAL_ROWS = 32
-
-# Mean rows of an expert below which its gradient's memory costs more than its products.
-_FEW_ROWS = 64
 
 
 class RowValues(NamedTuple):
@@ -60,11 +55,7 @@ class RowValues(NamedTuple):
 
 @torch.compiler.disable()
 def fused_feed_forward(
-    tokens: Tensor,
-    rows: ExpertRows,
-    weights: ExpertWeights,
-    form: ExpertForm,
-    late: LateGradients | None = None,
+    tokens: Tensor, rows: ExpertRows, weights: ExpertWeights, form: ExpertForm
 ) -> Tensor:
     """Returns every token's weighted sum of its experts' outputs: gather, experts and sum in one node.
 
@@ -77,8 +68,6 @@ def fused_feed_forward(
         rows: The token of each row, and its weight.
         weights: The experts' weights, in the dtype of the tokens or quantised.
         form: What an expert computes.
-        late: Where gradients of the weights are left, see late_gradients.py; None computes them
-            together with the tokens' gradients.
 
     Returns:
         <float>[T, D]; zeros for a token without rows.
@@ -88,7 +77,7 @@ def fused_feed_forward(
     inputs = (tokens, rows.weight, *weights.tensors())
     needs_graph = any(x is not None and x.requires_grad for x in inputs)
     if torch.is_grad_enabled() and needs_graph:
-        return _FusedFeedForward.apply(*inputs, rows, form, late)
+        return _FusedFeedForward.apply(*inputs, rows, form)
 
     # A node that keeps nothing would cost a step of decoding as much as its gather and its sum.
     combined, _ = run_forward(
@@ -102,7 +91,7 @@ class _FusedFeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, *weights_and_settings: Any) -> Tensor:
-        *stacked, rows, form, late = weights_and_settings
+        *stacked, rows, form = weights_and_settings
         weights = ExpertWeights.of(stacked)
         combined, values = run_forward(
             tokens, rows, weights, form, keep_products=True, seed=_dropout_seed(form)
@@ -113,7 +102,6 @@ class _FusedFeedForward(torch.autograd.Function):
         ctx.save_for_backward(tokens, *values._replace(outputs=kept_outputs), *stacked)
         ctx.rows = rows
         ctx.form = form
-        ctx.late = late
         return combined
 
     @staticmethod
@@ -123,24 +111,7 @@ class _FusedFeedForward(torch.autograd.Function):
         values = RowValues(*saved[:4])
         weights = ExpertWeights.of(saved[4:])
         inputs = (grad_outputs[0], tokens, ctx.rows, weights, ctx.form, values)
-        needed = ctx.needs_input_grad[:-3]
-        if ctx.late is None:
-            return (*run_backward(*inputs, needed), None, None, None)
-
-        # All but the gradients of the weights, for which dz is kept.
-        needs_tokens, needs_weight, _, _, *needs_others = needed
-        d_products = torch.empty_like(values.products)  # dz  [N, 2F or F]
-        needed = (needs_tokens, needs_weight, False, False, *needs_others)
-        d_tokens, d_weight, _, _, *d_others = run_backward(*inputs, needed, d_products)
-
-        def compute_late(needs_first: bool, needs_down: bool) -> list[Tensor | None]:
-            needed = [False, False, needs_first, needs_down] + [False] * len(needs_others)
-            return run_backward(*inputs, needed, d_products, is_late=True)[2:4]
-
-        # For now the weights get gradients of zeros, which take no memory.
-        ctx.late.compute = compute_late
-        d_first, d_down = (weight.new_zeros(()).expand(weight.shape) for weight in weights[:2])
-        return (d_tokens, d_weight, d_first, d_down, *d_others, None, None, None)
+        return (*run_backward(*inputs, ctx.needs_input_grad[:-2]), None, None)
 
 
 def _dropout_seed(form: ExpertForm) -> int:
@@ -265,9 +236,6 @@ def run_backward(
     form: ExpertForm,
     values: RowValues,
     needed: Sequence[bool],
-    d_products: Tensor | None = None,
-    *,
-    is_late: bool = False,
 ) -> list[Tensor | None]:
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
@@ -280,8 +248,6 @@ def run_backward(
         values: Its values, with the products.
         needed: Which gradients are requested: of tokens, of the rows' weights, and of the weights in
             the order of their `tensors`.
-        d_products: <float>[N, 2F or F] receives dz, or holds it; None if nothing is computed late.
-        is_late: Whether dz is there already, and the gradients of W1 and W2 alone are requested.
     """
     products, gates, kept_units, outputs = values
     first, down, bias, _, _, first_adapter, down_adapter = weights
@@ -297,7 +263,7 @@ def run_backward(
     d_stacked: list[_WeightGradient | None] = [None] * len(needs_stacked)
     for index, weight in enumerate(weights.tensors()):
         if weight is not None and needs_stacked[index]:
-            d_stacked[index] = _WeightGradient(weight, num_rows)
+            d_stacked[index] = _WeightGradient(weight)
     d_first, d_down, d_bias, d_first_bias, d_down_bias, *d_factors = d_stacked
 
     def run_adapter(
@@ -336,20 +302,14 @@ def run_backward(
             expert_weight_gradient(d_row, hidden, d_down.piece_sum(piece))
 
         # dh = do W2, and back through dropout, bias and activation to dz.
-        if is_late:
-            assert d_products is not None, "the first pass keeps dz"
-            d_product = d_products[here]
-        else:
-            down_weight = expert_weight(down, piece.expert, tokens)
-            d_hidden = multiply(d_row, down_weight.t(), kind="expert_input_gradient")  # [n, F]
-            if down_adapter is not None:
-                run_adapter(piece, down_adapter, d_row, hidden, d_hidden)
-            d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
-            d_hidden = hidden_layer.drop(d_hidden, kept)
-            d_plain = hidden_layer.d_plain(d_hidden, plain, expert_bias, d_bias_sum)
-            d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
-            if d_products is not None:
-                d_products[here] = d_product
+        down_weight = expert_weight(down, piece.expert, tokens)
+        d_hidden = multiply(d_row, down_weight.t(), kind="expert_input_gradient")  # [n, F]
+        if down_adapter is not None:
+            run_adapter(piece, down_adapter, d_row, hidden, d_hidden)
+        d_bias_sum = d_bias.piece_sum(piece) if d_bias is not None else None
+        d_hidden = hidden_layer.drop(d_hidden, kept)
+        d_plain = hidden_layer.d_plain(d_hidden, plain, expert_bias, d_bias_sum)
+        d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
         if d_first_bias is not None:
             torch.sum(d_product, dim=0, out=d_first_bias.piece_sum(piece))
 
@@ -363,7 +323,7 @@ def run_backward(
             first_weight = expert_weight(first, piece.expert, tokens)
             d_x = d_rows[here]
             multiply(d_product, first_weight.t(), kind="expert_input_gradient", out=d_x)
-        if first_adapter is not None and not is_late:
+        if first_adapter is not None:
             run_adapter(piece, first_adapter, d_product, x, d_x)
 
     # As few pieces as keep all cores busy: a weight's gradient is one sum over its rows.
@@ -472,10 +432,8 @@ class _WeightGradient:
     An expert in several pieces is summed in their order, whichever ends first.
     """
 
-    def __init__(self, weights: Tensor, num_rows: int) -> None:
-        has_few_rows = num_rows < _FEW_ROWS * weights.shape[0]
-        empty = empty_in_few_pages if has_few_rows else torch.empty_like
-        self._first_pieces = empty(weights)
+    def __init__(self, weights: Tensor) -> None:
+        self._first_pieces = torch.empty_like(weights)
         self._further_pieces: dict[tuple[int, int], Tensor] = {}
 
     def piece_sum(self, piece: Piece) -> Tensor:

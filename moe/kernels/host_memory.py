@@ -5,14 +5,9 @@ activations and gradients as new pages, which the kernel fills with zeros one by
 touch: for gradients of many experts that takes longer than their products.
 """
 
-import contextlib
 import ctypes
-import mmap
 import os
 import sys
-
-import torch
-from torch import Tensor
 
 # Numbers of malloc.h.
 _TRIM_THRESHOLD = -1
@@ -20,11 +15,9 @@ _TOP_PAD = -2
 _MMAP_THRESHOLD = -3
 
 _NO_LIMIT = -1  # as a size it is the largest
-_LARGEST_BLOCK_OF_OLD_LIBRARIES = 2**25  # bytes
+_MOST_OF_OLD_LIBRARIES = 2**25  # bytes
 _NEVER = 2**31 - 1
 _SPARE = 2**26  # bytes
-
-_HUGE_PAGE = 2**21  # bytes
 
 _VARIABLES = (
     "MALLOC_MMAP_THRESHOLD_",
@@ -34,12 +27,6 @@ _VARIABLES = (
     "LD_PRELOAD",
 )
 """Any of them says how memory is taken: whoever sets one knows better."""
-
-
-class _Setting:
-    """Whether this process keeps freed blocks of any size."""
-
-    keeps_all = False
 
 
 def keep_freed_memory() -> bool:
@@ -55,29 +42,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    keeps_all = bool(mallopt(_MMAP_THRESHOLD, _NO_LIMIT))
-    is_kept = keeps_all or mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK_OF_OLD_LIBRARIES)
-    is_kept = is_kept and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _SPARE)
-    _Setting.keeps_all = bool(is_kept and keeps_all)
-    return bool(is_kept)
-
-
-def empty_in_few_pages(like: Tensor) -> Tensor:
-    """Returns uninitialised memory whose first touch costs little.
-
-    This is freed memory if the process keeps it, else new memory, in huge pages if available.
-
-    Args:
-        like: <float>[...] gives shape and dtype.
-
-    Returns:
-        <dtype of like>[...] of any values.
-    """
-    has_huge_pages = hasattr(mmap, "MADV_HUGEPAGE")
-    if _Setting.keeps_all or like.nbytes < _HUGE_PAGE or not has_huge_pages:
-        return torch.empty_like(like)
-
-    memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+    is_kept = mallopt(_MMAP_THRESHOLD, _NO_LIMIT) or mallopt(
+        _MMAP_THRESHOLD, _MOST_OF_OLD_LIBRARIES
+    )
+    return bool(is_kept and mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_TOP_PAD, _SPARE))

@@ -56,24 +56,15 @@ ExpertInputs = SortedRows | UngatheredRows | Tensor
 class InFlight(Protocol):
     """Inputs of the experts that may still be on their way from other ranks."""
 
-    @property
-    def delays_weight_gradients(self) -> bool:
-        """Whether other ranks wait for gradients of these inputs, and fused experts compute them.
-
-        Gradients of weights can wait until those are sent.
-        """
-        ...
-
     def wait(self) -> ExpertInputs:
         """Returns the inputs when all have arrived; must be called once."""
         ...
 
 
 class Arrived(NamedTuple):
-    """Inputs of experts on this rank: nothing is in transit, and nobody waits for gradients."""
+    """Inputs of experts on this rank: nothing is in transit."""
 
     inputs: ExpertInputs
-    delays_weight_gradients: bool = False
 
     def wait(self) -> ExpertInputs:
         """Returns the inputs."""

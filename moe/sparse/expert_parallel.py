@@ -33,7 +33,6 @@ from moe.sparse.dispatch import (
     InFlight,
     SlotDispatcher,
     Slots,
-    has_fused_experts,
     row_dispatcher,
 )
 
@@ -92,11 +91,6 @@ class RowsInFlight(NamedTuple):
 
     pending: PendingRows
     exchange: RowExchange
-
-    @property
-    def delays_weight_gradients(self) -> bool:
-        """Whether the experts here are fused."""
-        return has_fused_experts(self.pending.issued)
 
     def wait(self) -> ExpertInputs:
         """Returns the received rows as the experts here take them."""
@@ -207,12 +201,10 @@ class SlotsInFlight(NamedTuple):
     Attributes:
         pending: <float>[E * n, D] slots, sorted by the rank that they are from, when they are there.
         sizes: Ranks `p` of the axis, and experts `e` of each.
-        delays_weight_gradients: False: experts take slots in batched products, which are not fused.
     """
 
     pending: PendingRows
     sizes: dict[str, int]
-    delays_weight_gradients: bool = False
 
     def wait(self) -> ExpertInputs:
         """Returns the slots <float>[E / ep, ep * n, D] of the experts here."""

@@ -26,7 +26,6 @@ from moe.kernels.expert_weights import (
 )
 from moe.kernels.grouped_matmul import grouped_linear, grouped_low_rank
 from moe.kernels.hidden_units import ExpertForm, add_bias, expert_of_rows, hidden_rows, hidden_units
-from moe.kernels.late_gradients import LateGradients, pass_weights
 from moe.kernels.quantized_weight import FIXED, Quantization, quantize
 from moe.kernels.torch_private import autocast_disabled, is_shape_only
 from moe.sparse.adapters import NO_ADAPTERS, Adapters
@@ -125,21 +124,15 @@ class Experts(nn.Module):
             <dtype of the second product> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
             were not gathered come back combined, [T, D]: the CPU's kernel does everything.
         """
-        # Work for the backward pass that overlaps with the exchange of row gradients is set up
-        # before the wait.
-        remote_weights = None
-        rate = adapters.dropout_rate
-        is_fused = not rate and self.run_elsewhere is None
-        if in_flight.delays_weight_gradients and is_fused:
-            remote_weights = pass_weights(self.product_weights(adapters, fused=True))
         inputs = in_flight.wait()
 
         # One form of the products for each form of dispatch.
+        rate = adapters.dropout_rate
         if isinstance(inputs, UngatheredRows):
-            weights, late = remote_weights or (self.product_weights(adapters, fused=True), None)
-            if is_fused:
-                return self.run_fused(inputs, weights, late)
-            return self.run_gathered(inputs, weights, rate)
+            weights = self.product_weights(adapters, fused=True)
+            if rate or self.run_elsewhere is not None:
+                return self.run_gathered(inputs, weights, rate)
+            return self.run_fused(inputs, weights)
         if isinstance(inputs, SortedRows):
             # In training, quantized experts are unpacked one at a time.
             unpacks_later = is_quantized(self.down_proj) and torch.is_grad_enabled()
@@ -148,15 +141,12 @@ class Experts(nn.Module):
         weights = self.product_weights(adapters)
         return self.run_slots(inputs.to(self.product_dtype()), weights, rate)
 
-    def run_fused(
-        self, inputs: UngatheredRows, weights: ExpertWeights, late: LateGradients | None
-    ) -> Tensor:
+    def run_fused(self, inputs: UngatheredRows, weights: ExpertWeights) -> Tensor:
         """Returns every token's weighted sum of its experts' outputs.
 
         Args:
             inputs: Tokens, and their rows.
             weights: The experts' weights.
-            late: Where gradients of the weights are left for later; None computes them at once.
 
         Returns:
             <dtype of the second product>[T, D].
@@ -164,7 +154,7 @@ class Experts(nn.Module):
         tokens = inputs.tokens.to(self.output_dtype())
         if is_shape_only(tokens):
             return compiled_feed_forward(tokens, inputs.rows, weights, self.form())
-        return fused_feed_forward(tokens, inputs.rows, weights, self.form(), late)
+        return fused_feed_forward(tokens, inputs.rows, weights, self.form())
 
     @torch.compiler.disable()
     def run_gathered(

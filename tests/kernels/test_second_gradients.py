@@ -11,7 +11,6 @@ from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_rows import combine_rows
 from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.grouped_matmul import grouped_linear
-from moe.kernels.late_gradients import pass_weights
 from tests.sparse.expert_loop import form_of, problem, run_loop, tiny
 from tests.sparse.layers import build_layer
 
@@ -30,16 +29,11 @@ def run_fused(tokens, rows, weights):
     return fused_feed_forward(tokens, rows, weights, FORM)
 
 
-def run_late(tokens, rows, weights):
-    weights, late = pass_weights(weights)
-    return fused_feed_forward(tokens, rows, weights, FORM, late)
-
-
 def run_compiled(tokens, rows, weights):
     return compiled_feed_forward(tokens, rows, weights, FORM)
 
 
-FORMS = [run_fused, run_late, run_compiled]
+FORMS = [run_fused, run_compiled]
 
 
 @pytest.mark.parametrize("run", FORMS)
