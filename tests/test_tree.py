@@ -22,28 +22,28 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31220,
+    "moe": 31253,
     "moe/checkpoint": 1030,
     "moe/commands": 2563,
     "moe/convert": 1500,
     "moe/data": 2254,
     "moe/distributed": 1351,
-    "moe/hosts": 648,
+    "moe/hosts": 651,
     "moe/inspection": 2235,
     "moe/kernels": 1299,
-    "moe/models": 3626,
+    "moe/models": 3630,
     "moe/network": 3461,
     "moe/optim": 1004,
     "moe/planning": 950,
     "moe/serving": 1663,
-    "moe/sparse": 2277,
-    "moe/surgery": 1105,
+    "moe/sparse": 2262,
+    "moe/surgery": 1146,
     "moe/tracing": 827,
     "moe/training": 2401,
     "eval": 6520,
     "scripts": 775,
-    "benchmarks": 2289,
-    "tests": 34281,
+    "benchmarks": 2300,
+    "tests": 34288,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

@@ -16,6 +16,7 @@ from moe.hosts import all_hosts  # noqa: F401  registers the hosts, which `load_
 from moe.models.inputs import check_reads_texts
 from moe.serving.batch_generator import BatchGenerator
 from moe.serving.languages import read_languages
+from moe.surgery.packing import pack_weights
 
 
 def load(
@@ -68,6 +69,8 @@ def load_with_tokenizer(
     fastest = "cuda" if torch.cuda.is_available() else "cpu"
     options["device"] = options.get("device") or fastest
     model = load_model(source, dropless=True, **options)
+    if not options.get("mmap"):
+        pack_weights(model)
 
     # Translators search beams by default, which is the caller's choice here.
     generation = model.generation_config

@@ -25,7 +25,7 @@ from moe.kernels.expert_rows import ExpertRows, round_up_rows
 from moe.kernels.expert_weights import ExpertWeights, LowRank, expert_weight
 from moe.kernels.first_order import first_order_only
 from moe.kernels.hidden_units import GELU_FORMS, ExpertForm, activate
-from moe.kernels.quantized_weight import QuantizedWeight
+from moe.kernels.stored_weight import StoredWeight
 
 aten = torch.ops.aten
 
@@ -203,8 +203,8 @@ def empty_values(
 
 
 def _expert_product(x: Tensor, stacked: Tensor, expert: int, out: Tensor | None) -> Tensor:
-    """Returns x W_e^T <float>[n, O]; a quantized weight is unpacked where that is faster."""
-    if isinstance(stacked, QuantizedWeight):
+    """Returns x W_e^T <float>[n, O]; a stored weight is unpacked where that is faster."""
+    if isinstance(stacked, StoredWeight):
         product = stacked.multiply_packed(x, expert)
         if product is not None:
             return product if out is None else out.copy_(product)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe.kernels.expert_rows import rounded_count
 from moe.kernels.product_choice import ProductKind, is_onednn_chosen, products_in_use
+from moe.kernels.stored_weight import StoredWeight
 from moe.kernels.torch_private import is_plain, onednn_linear
 
 _LEAST_WORK = 2**19  # rows x inputs x outputs
@@ -29,7 +30,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         <dtype of x>[..., O].
     """
-    if x.dim() < 2 or torch.is_autocast_enabled("cpu") or not _has_choice(x, weight):
+    is_special = isinstance(weight, StoredWeight) or x.dim() < 2
+    if is_special or torch.is_autocast_enabled("cpu") or not _has_choice(x, weight):
         return F.linear(x, weight)
 
     num_tokens = x.numel() // x.shape[-1]
@@ -41,10 +43,19 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.flatten(0, -2)
     if needs_graph:
         return _Linear.apply(rows, weight).unflatten(0, x.shape[:-1])
-    # oneDNN keeps memory for every number of rows, so requests of any length use only a few.
-    num_added = rounded_count(num_tokens) - num_tokens
-    rows = F.pad(rows, (0, 0, 0, num_added)) if num_added else rows
-    return onednn_linear(rows, weight)[:num_tokens].unflatten(0, x.shape[:-1])
+    return multiply_by_onednn(rows, weight).unflatten(0, x.shape[:-1])
+
+
+def multiply_by_onednn(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x W^T <float>[N, O] of <float>[N, I], without a graph, for an N that often changes.
+
+    oneDNN keeps memory for every number of rows, so requests of any length use only a few.
+    """
+    num_rows = x.shape[0]
+    num_added = rounded_count(num_rows) - num_rows
+    if not num_added:
+        return onednn_linear(x, weight)
+    return onednn_linear(F.pad(x, (0, 0, 0, num_added)), weight)[:num_rows]
 
 
 def multiply(
@@ -91,7 +102,7 @@ def expert_weight_gradient(d_output: Tensor, x: Tensor, out: Tensor) -> None:
 
 def prepares_for_row_counts(dtype: torch.dtype) -> bool:
     """Returns whether products of experts are slower for a number of rows that is new."""
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    if not has_onednn():
         return False
     if dtype.itemsize == 2:
         return True
@@ -138,6 +149,10 @@ def _has_choice(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and x.numel() * weight.shape[0] >= _LEAST_WORK
-        and torch.backends.mkldnn.is_available()
-        and bool(torch.backends.mkldnn.enabled)
+        and has_onednn()
     )
+
+
+def has_onednn() -> bool:
+    """Returns whether torch has oneDNN, and nobody switched it off."""
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)

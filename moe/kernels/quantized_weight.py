@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.kernels.torch_private import map_tensors, pack_int4, packed_int4_linear, packed_int8_linear
+from moe.kernels.stored_weight import ALIASES, StoredWeight
+from moe.kernels.torch_private import pack_int4, packed_int4_linear, packed_int8_linear
 
 _MOST_PACKED_ROWS = 16
 # Rows up to which a product of packed numbers beats unpacking, in bfloat16. Milliseconds of 768
@@ -49,11 +50,10 @@ class Quantization(NamedTuple):
     group_size: int | None = None
 
 
-class QuantizedWeight(Tensor):
+class QuantizedWeight(StoredWeight):
     """A weight <dtype of the scales>[..., O, I] stored in 8 or 4 bits, without gradient.
 
-    Detaching, copying, converting, and choosing an expert keep it quantized. All other operations
-    get the dequantized numbers, and those that would change them raise an error.
+    Detaching, copying, converting, and choosing an expert keep it quantized.
 
     Attributes:
         qdata: <int8>[..., O, I] codes of 8 bits, or <uint8>[..., O, I / 2] with two codes of 4 bits
@@ -64,6 +64,7 @@ class QuantizedWeight(Tensor):
             for a weight that stays in its file, whose copies would fill the memory.
     """
 
+    refusal = f"a quantized weight. {FIXED}"
     qdata: Tensor
     scale: Tensor
     zero: Tensor | None
@@ -137,22 +138,15 @@ class QuantizedWeight(Tensor):
         cls, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs an operation of torch on the parts, or on the dequantized numbers."""
-        kwargs = kwargs or {}
         if operation in _ON_PARTS:
-            return _on_parts(operation, args[0], args[1:], kwargs)
+            return _on_parts(operation, args[0], args[1:], kwargs or {})
         if operation is torch.ops.aten.copy_.default and all(isinstance(x, cls) for x in args[:2]):
             for name, part in args[0].parts().items():
                 part.copy_(args[1].parts()[name])
             if args[0].packed_experts:
                 args[0].packed_experts.clear()
             return args[0]
-
-        # An operation on lists, as of optimizers, may change all tensors of its first list.
-        changed = args[0] if isinstance(args[0], list | tuple) else args[:1]
-        if operation._schema.is_mutable and any(isinstance(x, cls) for x in changed):
-            raise RuntimeError(f"{operation} would change a quantized weight. {FIXED}")
-        plain_args, plain_kwargs = map_tensors(cls, cls.dequantize, (args, kwargs))
-        return operation(*plain_args, **plain_kwargs)
+        return super().__torch_dispatch__(operation, types, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Returns the attributes that hold tensors, for torch."""
@@ -164,8 +158,7 @@ class QuantizedWeight(Tensor):
         return QuantizedWeight(**tensors)
 
 
-_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-_ON_PARTS = _ALIASES | {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+_ON_PARTS = ALIASES | {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
 
 def _on_parts(
@@ -176,7 +169,7 @@ def _on_parts(
     codes, *scales = weight.parts().values()
     scales = [operation(scale, *others, **kwargs) for scale in scales]
     result = QuantizedWeight(operation(codes, *others, **of_codes), *scales)
-    if operation in _ALIASES:
+    if operation in ALIASES:
         result.packed_experts = weight.packed_experts
     return result
 

@@ -96,13 +96,32 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     `torch.mkldnn_linear` and its kin take tensors of oneDNN's own layout only.
 
     Args:
-        x: <float32>[N, I].
-        weight: <float32>[O, I].
+        x: <float32 or bfloat16>[N, I].
+        weight: <dtype of x>[O, I], packed or not.
 
     Returns:
-        <float32>[N, O].
+        <dtype of x>[N, O].
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def has_bfloat16() -> bool:
+    """Returns whether oneDNN multiplies in bfloat16 on this processor."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def pack_matrix(weight: Tensor) -> Tensor:
+    """Returns a weight <float32 or bfloat16>[O, I] in the order in which oneDNN multiplies.
+
+    `to_mkldnn` keeps its rows. The order that oneDNN prefers for a single row in float32 is slower
+    for any number of rows; it has one order for all others.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Returns a context in which subclasses of tensors do not replace functions of torch."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def packed_int8_linear(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from moe.kernels.expert_weights import (
 from moe.kernels.grouped_matmul import grouped_linear, grouped_low_rank
 from moe.kernels.hidden_units import ExpertForm, add_bias, expert_of_rows, hidden_rows, hidden_units
 from moe.kernels.quantized_weight import FIXED, Quantization, quantize
+from moe.kernels.stored_weight import StoredWeight
 from moe.kernels.torch_private import autocast_disabled, is_shape_only
 from moe.sparse.adapters import NO_ADAPTERS, Adapters
 from moe.sparse.config import SparseConfig
@@ -310,7 +311,7 @@ def _product_weight(weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
             raise ConfigError(f"A quantized weight requires a gradient. {FIXED}")
         if is_converted_later and can_select_experts(weight):
             return weight
-    elif is_converted_later and weight.dtype == torch.float16:
+    elif is_converted_later and (weight.dtype == torch.float16 or isinstance(weight, StoredWeight)):
         return weight
     return dequantized(weight).to(dtype)
 
