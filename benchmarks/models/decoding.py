@@ -1,18 +1,19 @@
-"""Decoding beside the machine's memory: a greedy step of ours, Switch and T5, also in CTranslate2.
+"""Decoding beside the machine's memory: a greedy step of ours, packed or not, Switch, T5, CTranslate2.
 
 A step reads weights and caches and does little else: its bytes per second are compared with those of
 a copy. Its time is that of an answer less that of an answer of one token, in the same round.
 """
 
-import dataclasses
+import copy
 import operator
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,13 @@ from benchmarks.models.model import (
     describe_rows,
     draw_tokens,
 )
-from benchmarks.models.serving import build_translators, generate, never_end, translate_batch
+from benchmarks.models.serving import build_translators, generate, never_end
 from benchmarks.report import Columns, Group, Row, measure_groups, rows_by_round
 from benchmarks.timing import measure_in_turn
 from moe.kernels.host_memory import keep_freed_memory
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight, quantize
 from moe.sparse.plan import DispatchPlan, RouterScores
+from moe.surgery.packing import pack_weights
 
 WEIGHTS = (*DTYPES, "int8")
 """Dtypes, and experts of 8 bits beside other weights in bfloat16; in CTranslate2 all weights."""
@@ -45,22 +47,13 @@ _FIRST = "first token of "
 Answer = Callable[[list[list[int]], int], Any]
 """Answers inputs with a number of tokens."""
 
+Decoders = tuple[dict[str, Any], dict[str, Answer]]
+"""Models of transformers by name, and what is measured, by the name of its row."""
+
 _NOT_READ = re.compile(
     r"embed_tokens|position_bias|relative_attention_bias|(cross_attention|EncDecAttention)\.[kv]|\.experts\."
 )
 """Weights of which a step reads no or a few rows, and experts, of which it reads some."""
-
-
-class Decoders(NamedTuple):
-    """The models of a group.
-
-    Attributes:
-        models: Of transformers, by name; those that are not measured, too.
-        answers: What is measured, by the name of its row.
-    """
-
-    models: dict[str, Any]
-    answers: dict[str, Answer]
 
 
 def run_decoding(
@@ -90,8 +83,7 @@ def run_decoding(
         keys = {"experts": num_experts, "weights": kind, "batch": batch}
         build_these = partial(build, num_experts, kind)
         groups.append(Group(keys, partial(measure_steps, build_these, kind, case, batch, rounds)))
-    settings = describe_machine(torch.device("cpu"))
-    settings |= {"rounds": rounds, "case": dataclasses.asdict(case)}
+    settings = describe_machine(torch.device("cpu")) | {"rounds": rounds, "case": asdict(case)}
     tables = {"rows": partial(compared_columns, columns=COLUMNS)}
     measure_groups(settings, groups, tables, json)
 
@@ -103,14 +95,16 @@ def build_decoders(case: ModelCase, experts: int, kind: str) -> Decoders:
         never_end(model.eval())
     if kind == "int8":
         quantize_experts(models["ours"], Quantization(8))
+    models["packed"] = copy.deepcopy(models["ours"])
+    pack_weights(models["packed"])
     answers: dict[str, Answer] = {name: partial(generate, model) for name, model in models.items()}
     if kind == "int8":
-        answers = {"ours": answers["ours"]}
+        answers = {name: answers[name] for name in ("ours", "packed")}
         del models["switch"]
     if kind != "bfloat16":
-        for translator in build_translators(models["t5_sdpa"].float(), [kind]).values():
-            answers["ctranslate2"] = partial(translate_batch, translator)
-    return Decoders(models, answers)
+        for translate in build_translators(models["t5_sdpa"].float(), [kind]).values():
+            answers["ctranslate2"] = translate
+    return models, answers
 
 
 def quantize_experts(model: Any, quantization: Quantization) -> None:
@@ -140,7 +134,8 @@ def measure_steps(
     cached = cache_bytes(case, batch, ours.dtype)
     sparse_bytes = weight_bytes(ours, used_experts) + cached
     dense_bytes = weight_bytes(models["t5_sdpa"])
-    num_bytes = {"ours": sparse_bytes, "switch": sparse_bytes, "t5_sdpa": dense_bytes + cached}
+    num_bytes: dict[str, float] = dict.fromkeys(("ours", "packed", "switch"), sparse_bytes)
+    num_bytes["t5_sdpa"] = dense_bytes + cached
     ct2_bytes = dense_bytes / 4 if kind == "int8" else dense_bytes
     num_bytes["ctranslate2"] = ct2_bytes + cache_bytes(case, batch, torch.float32)
 

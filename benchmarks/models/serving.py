@@ -11,10 +11,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +135,7 @@ def measure_load(
     engine = Engine(served["ours"], _no_words(), max_batch=batch)
     answers: dict[str, Any] = {name: partial(generate, model) for name, model in served.items()}
     for kind, translator in translators.items():
-        answers[f"ctranslate2 {kind}"] = partial(translate_batch, translator)
+        answers[f"ctranslate2 {kind}"] = translator
     ways: dict[str, Any] = {"ours, continuous": partial(answer_continuously, engine, load)}
     for name, answer in answers.items():
         ways[f"{name}, static"] = partial(answer_statically, answer, load, batch)
@@ -212,14 +214,17 @@ def generate(model: Any, inputs: list[list[int]], length: int) -> Tensor:
     return tokens[:, 1:]
 
 
-def build_translators(t5: Any, kinds: Sequence[str]) -> dict[str, Any]:
-    """Returns a T5 in CTranslate2 by kind of its numbers; nothing if that is not installed."""
+def build_translators(t5: Any, kinds: Sequence[str]) -> dict[str, Callable[..., None]]:
+    """Returns what answers with a T5 in CTranslate2 by kind of its numbers; nothing if that is not installed.
+
+    Each has a process. In this one its threads would count as torch's: more threads than cores, which
+    then sleep after each product, and a step of decoding with torch takes 7 ms more.
+    """
     if find_spec("ctranslate2") is None:
         return {}
-    import ctranslate2
     from ctranslate2.converters import TransformersConverter
 
-    translators: dict[str, Any] = {}
+    translators: dict[str, Callable[..., None]] = {}
     words = {"</s>": END, "<pad>": 0}
     words |= {str(token): token for token in range(2, t5.config.vocab_size)}
     tokenizer = PreTrainedTokenizerFast(
@@ -235,20 +240,34 @@ def build_translators(t5: Any, kinds: Sequence[str]) -> dict[str, Any]:
         for kind in kinds:
             folder = Path(temporary, kind)
             TransformersConverter(str(source)).convert(str(folder), quantization=kind)
-            translators[kind] = ctranslate2.Translator(
-                str(folder), compute_type=kind, intra_threads=torch.get_num_threads()
-            )
+            process = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+            model = (str(folder), kind, torch.get_num_threads())
+            translators[kind] = partial(translate_batch, partial(process.submit, _translate, model))
+            translators[kind]([[END]], 1)  # before the folder goes
     return translators
 
 
-def translate_batch(translator: Any, inputs: list[list[int]], length: int) -> None:
-    """Answers inputs with CTranslate2."""
+def translate_batch(submit: Callable[..., Any], inputs: list[list[int]], length: int) -> None:
+    """Answers inputs with the CTranslate2 of a process, to which `submit` sends words."""
     words = [[str(token) for token in row] for row in inputs]
-    answers = translator.translate_batch(
+    lengths = submit(words, length).result()
+    assert lengths == [length] * len(inputs), "an answer of another length"
+
+
+def _translate(model: tuple[Any, ...], words: list[list[str]], length: int) -> list[int]:
+    """Returns the lengths of the answers."""
+    answers = _open_translator(*model).translate_batch(
         words, beam_size=1, min_decoding_length=length, max_decoding_length=length
     )
-    lengths = [len(answer.hypotheses[0]) for answer in answers]
-    assert lengths == [length] * len(inputs), "an answer of another length"
+    return [len(answer.hypotheses[0]) for answer in answers]
+
+
+@lru_cache
+def _open_translator(folder: str, kind: str, num_threads: int) -> Any:
+    """Returns the model of a folder, once in a process."""
+    import ctranslate2
+
+    return ctranslate2.Translator(folder, compute_type=kind, intra_threads=num_threads)
 
 
 def _no_words() -> PreTrainedTokenizerFast:
