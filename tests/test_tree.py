@@ -43,7 +43,7 @@ CODE_LINES = {
     "eval": 6520,
     "scripts": 775,
     "benchmarks": 2300,
-    "tests": 34288,
+    "tests": 34289,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

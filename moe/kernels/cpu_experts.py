@@ -175,7 +175,7 @@ def run_forward(
         _add_bias(output, down_bias, piece.expert)
         _add_adapter(output, hidden, down_adapter, piece.expert)
 
-    pieces = [piece for piece in split_rows(counts, _rows_per_piece(tokens)) if piece.num_rows]
+    pieces = split_rows(counts, _rows_per_piece(tokens), least_pieces=0)
     if num_rows <= _SEQUENTIAL_ROWS:
         for piece in pieces:
             run_piece(piece)

@@ -31,20 +31,19 @@ class Piece(NamedTuple):
         return self.end - self.start
 
 
-def split_rows(counts: list[int], most: int) -> list[Piece]:
+def split_rows(counts: list[int], most: int, least_pieces: int = 1) -> list[Piece]:
     """Returns each expert's rows in even pieces, the largest piece first.
-
-    An expert without rows has one piece, since its gradient is filled as well.
 
     Args:
         counts: Rows of each expert.
         most: Rows in a piece.
+        least_pieces: Pieces of an expert without rows: 1 if its gradient is to be filled, or 0.
     """
     # Borders are rounded down, so that pieces of an expert differ by one row at most.
     pieces: list[Piece] = []
     expert_start = 0
     for expert, count in enumerate(counts):
-        num_parts = max(1, math.ceil(count / most))
+        num_parts = max(least_pieces, math.ceil(count / most))
         for part in range(num_parts):
             start = expert_start + count * part // num_parts
             end = expert_start + count * (part + 1) // num_parts

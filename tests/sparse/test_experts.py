@@ -250,6 +250,7 @@ def test_pieces_cover_every_row_once_and_every_expert():
     assert sorted((piece.expert, piece.part) for piece in pieces) == [
         (0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (2, 4), (3, 0),
     ]  # fmt: skip
+    assert expert_pieces.split_rows([5, 0, 13, 1], 3, 0) == [p for p in pieces if p.expert != 1]
 
 
 def test_after_an_error_no_piece_begins_and_none_is_running(threads):
