@@ -22,7 +22,7 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31253,
+    "moe": 31252,
     "moe/checkpoint": 1030,
     "moe/commands": 2563,
     "moe/convert": 1500,
@@ -31,19 +31,19 @@ CODE_LINES = {
     "moe/hosts": 651,
     "moe/inspection": 2235,
     "moe/kernels": 1299,
-    "moe/models": 3630,
+    "moe/models": 3627,
     "moe/network": 3461,
     "moe/optim": 1004,
     "moe/planning": 950,
     "moe/serving": 1663,
     "moe/sparse": 2262,
-    "moe/surgery": 1146,
+    "moe/surgery": 1148,
     "moe/tracing": 827,
     "moe/training": 2401,
     "eval": 6520,
     "scripts": 775,
     "benchmarks": 2300,
-    "tests": 34289,
+    "tests": 34303,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

@@ -43,11 +43,9 @@ class Projection(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns <float>[..., d_out of this rank] from <float>[..., d_in of this rank]."""
-        weight = local_shard(self.weight)  # [d_out, d_in]
-        if (
-            weight.dim() == 3
-        ):  # on a mesh, the gate and the up projection of a gated layer: [2, F, D]
-            weight = weight.flatten(0, 1)
+        # On a mesh the gate and the up projection of a gated layer are packed as [2, F, D].
+        weight = local_shard(self.weight)
+        weight = weight.flatten(0, 1) if weight.dim() == 3 else weight  # [d_out, d_in]
         if weight.dtype == torch.float16:  # the residual stream is wider, see Stack
             input = input.to(weight.dtype)
         return linear(input, weight)

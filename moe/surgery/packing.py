@@ -33,7 +33,7 @@ def pack_weights(model: nn.Module) -> None:
         names: list[str] = []
         if isinstance(module, nn.Linear):
             names = ["weight"]
-        elif isinstance(module, Experts) and module.config.dispatch == "ragged":
+        elif isinstance(module, Experts) and _multiplies_rows(module):
             names = sorted(PROJECTIONS & module._parameters.keys())
         for name in names:
             weight = module.get_parameter(name)
@@ -42,6 +42,11 @@ def pack_weights(model: nn.Module) -> None:
                 if num_names[id(weight)] > 1:
                     tied[f"{module_name}.{name}"] = weight.detach()
     model.register_state_dict_post_hook(partial(_unpack, tied))
+
+
+def _multiplies_rows(experts: Experts) -> bool:
+    """Returns whether the CPU's kernel runs the experts, which multiplies with packed weights."""
+    return experts.config.dispatch == "ragged" and experts.run_elsewhere is None
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -74,6 +74,23 @@ def test_without_it_the_flops_of_those_products_are_not_counted():
     assert counter.get_total_flops() == 2 * 67 * 131 * 103
 
 
+@needs_onednn
+def test_without_them_weights_could_not_be_packed():
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *arguments, **options):
+            raise AssertionError("a function of torch was replaced")
+
+    weight = torch.randn(103, 131)
+    narrow = weight.bfloat16() if torch_private.has_bfloat16() else weight
+    for matrix in (weight, narrow):
+        packed = torch_private.pack_matrix(matrix)
+        assert packed.is_mkldnn
+        assert torch.equal(packed.to_dense(), matrix)
+    with torch_private.without_torch_function():
+        assert torch.equal(weight.as_subclass(Refusing) + 1, weight + 1)
+
+
 def test_without_them_torch_export_could_not_save_a_model_whose_outputs_are_records(tmp_path):
     # Records and their list are registered when moe.models.outputs is imported.
     from moe.models.outputs import RouterRecords
