@@ -22,13 +22,13 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31252,
+    "moe": 31259,
     "moe/checkpoint": 1030,
-    "moe/commands": 2563,
+    "moe/commands": 2564,
     "moe/convert": 1500,
     "moe/data": 2254,
     "moe/distributed": 1351,
-    "moe/hosts": 651,
+    "moe/hosts": 657,
     "moe/inspection": 2235,
     "moe/kernels": 1299,
     "moe/models": 3627,
@@ -43,7 +43,7 @@ CODE_LINES = {
     "eval": 6520,
     "scripts": 775,
     "benchmarks": 2300,
-    "tests": 34303,
+    "tests": 34312,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

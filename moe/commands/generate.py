@@ -236,7 +236,7 @@ def _answerer(
         group = torch.distributed.group.WORLD
     settings: dict[str, Any] = {"max_batch": options.batch_size, "max_input": options.max_input}
     given: dict[str, Any] = {"mmap": options.mmap, "source_language": options.source_language}
-    given |= {"target_language": options.target_language}
+    given |= {"target_language": options.target_language, "pack": True}
     if options.num_beams > 1:
         model, tokenizer = load_with_tokenizer(options.model, **given)
         settings |= {"num_beams": options.num_beams, "max_new_tokens": options.max_new_tokens}

@@ -67,6 +67,7 @@ def main(argv: list[str]) -> None:
         load(
             options.model,
             mmap=options.mmap,
+            pack=True,
             source_language=options.source_language,
             target_language=options.target_language,
             max_batch=options.max_batch,

@@ -25,6 +25,7 @@ def load(
     mesh: Mesh | None = None,
     device: torch.device | str | None = None,
     mmap: bool = False,
+    pack: bool = False,
     source_language: str | None = None,
     target_language: str | None = None,
     **settings: Any,
@@ -41,6 +42,8 @@ def load(
         mesh: Ranks that share the experts, see `load_model`; `group` is then a setting.
         device: Device of the weights; None for the fastest.
         mmap: Whether weights stay in their files until they are used, on a CPU.
+        pack: Whether other weights are packed, with which a CPU answers faster, and which do not train;
+            see `pack_weights`.
         source_language: Code of the language of texts, for a tokenizer with languages; None for the
             tokenizer's.
         target_language: Likewise of answers.
@@ -52,14 +55,19 @@ def load(
         DataError: When the tokenizer is missing or damaged.
     """
     codes = (source_language, target_language)
-    options: dict[str, Any] = {"mesh": mesh, "device": device, "mmap": mmap}
+    options: dict[str, Any] = {"mesh": mesh, "device": device, "mmap": mmap, "pack": pack}
     model, tokenizer = load_with_tokenizer(source, *codes, **options)
     languages = read_languages(find_model(source))
     return BatchGenerator(model, tokenizer, languages=languages, **settings)
 
 
 def load_with_tokenizer(
-    source: Path | str, source_language: str | None, target_language: str | None, **options: Any
+    source: Path | str,
+    source_language: str | None,
+    target_language: str | None,
+    *,
+    pack: bool = False,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Returns a model and its tokenizer, which have these languages; see `load`."""
     source = find_model(source)
@@ -69,7 +77,7 @@ def load_with_tokenizer(
     fastest = "cuda" if torch.cuda.is_available() else "cpu"
     options["device"] = options.get("device") or fastest
     model = load_model(source, dropless=True, **options)
-    if not options.get("mmap"):
+    if pack and not options.get("mmap"):
         pack_weights(model)
 
     # Translators search beams by default, which is the caller's choice here.

@@ -24,7 +24,7 @@ def pack_weights(model: nn.Module) -> None:
     the weights as they were; changing one raises an error.
 
     Args:
-        model: Any model; `moe.load` packs those that it returns.
+        model: Any model; `moe.load(..., pack=True)` packs the one that it returns.
     """
     model.requires_grad_(False)
     num_names = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))

@@ -85,9 +85,9 @@ def test_the_table_has_a_row_for_every_model_and_its_share_of_a_copy(tmp_path, c
     path = tmp_path / "decode.json"
     run_decoding(WEIGHTS, [3], [1, 2], rounds=1, json=path, case=TINY)
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    models = {"float32": ["ctranslate2"], "bfloat16": [], "int8": ["ctranslate2", "ours"]}
+    models = {"float32": ["ctranslate2"], "bfloat16": [], "int8": ["ctranslate2", "ours", "packed"]}
     for weights in ("float32", "bfloat16"):
-        models[weights] += ["ours", "switch", "t5_sdpa"]
+        models[weights] += ["ours", "packed", "switch", "t5_sdpa"]
     expected = {(w, batch, name) for w in WEIGHTS for batch in (1, 2) for name in models[w]}
     assert {(row["weights"], row["batch"], row["model"]) for row in rows} == expected
     for row in rows:

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import T5Config, T5ForConditionalGeneration
 
+from moe import load
 from moe.kernels.packed_weight import PackedWeight
 from moe.surgery import pack_weights
 from moe.surgery.packing import can_pack
@@ -97,3 +98,13 @@ def test_models_of_transformers_are_packed_too(unpacked):
     torch.testing.assert_close(model(**batch).logits, expected.detach(), rtol=1e-4, atol=1e-4)
     assert packed_names(model)
     assert not unpacked
+
+
+def test_load_packs_when_it_is_asked_to_and_weights_are_not_in_files():
+    texts = ["el: New Zealand", "de: Old Persian"]
+    plain = load("names")
+    assert not packed_names(plain.engine.model)
+    assert not packed_names(load("names", mmap=True, pack=True).engine.model)
+    packed = load("names", pack=True)
+    assert packed_names(packed.engine.model)
+    assert packed(texts) == plain(texts)
