@@ -22,7 +22,7 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 31259,
+    "moe": 31256,
     "moe/checkpoint": 1030,
     "moe/commands": 2564,
     "moe/convert": 1500,
@@ -30,7 +30,7 @@ CODE_LINES = {
     "moe/distributed": 1351,
     "moe/hosts": 657,
     "moe/inspection": 2235,
-    "moe/kernels": 1299,
+    "moe/kernels": 1296,
     "moe/models": 3627,
     "moe/network": 3461,
     "moe/optim": 1004,

@@ -30,8 +30,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         <dtype of x>[..., O].
     """
-    is_special = isinstance(weight, StoredWeight) or x.dim() < 2
-    if is_special or torch.is_autocast_enabled("cpu") or not _has_choice(x, weight):
+    has_no_choice = isinstance(weight, StoredWeight) or x.dim() < 2
+    if has_no_choice or torch.is_autocast_enabled("cpu") or not _has_choice(x, weight):
         return F.linear(x, weight)
 
     num_tokens = x.numel() // x.shape[-1]
@@ -74,7 +74,8 @@ def multiply(
     """
     # The cheapest check comes first: decoding runs it for every product.
     is_float32 = x.dtype == torch.float32
-    if not is_float32 or not is_onednn_chosen(kind, x.shape[0]) or not _has_choice(x, weight):
+    num_tokens = x.shape[1 if kind == "weight_gradient" else 0]
+    if not is_float32 or not is_onednn_chosen(kind, num_tokens) or not _has_choice(x, weight):
         return torch.mm(x, weight.t(), out=out)
 
     product = onednn_linear(x, weight)
@@ -90,14 +91,9 @@ def expert_weight_gradient(d_output: Tensor, x: Tensor, out: Tensor) -> None:
         out: <float>[O, I] to fill.
     """
     d_output_t = d_output.t()
-    x_t = x.t()
-    if is_onednn_chosen("weight_gradient", x.shape[0]) and _has_choice(d_output_t, x_t):
-        out.copy_(onednn_linear(d_output_t, x_t))
-        return
-
     if d_output.element_size() == 2 and products_in_use().copies_expert_gradient:
         d_output_t = d_output_t.contiguous()
-    torch.mm(d_output_t, x, out=out)
+    multiply(d_output_t, x.t(), kind="weight_gradient", out=out)
 
 
 def prepares_for_row_counts(dtype: torch.dtype) -> bool:
